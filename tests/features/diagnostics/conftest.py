@@ -12,11 +12,11 @@ from tests.support import training_loop as loop
 
 @pytest.fixture
 def megatron(tmp_path, monkeypatch, request):
-    """The root package of a fork with a training loop."""
+    """Return the root package of a Megatron fork that has a training loop."""
     root = loop.write(tmp_path, getattr(request, "param", "0.16"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
-    # The fork is too small for the platform's own redirections and for DSA.
+    # The fork is too small for the platform's redirections and for DSA.
     monkeypatch.setattr(features, "built_in", lambda: (STEP_METRICS, INITIAL_WEIGHTS))
     yield root
     mindspeed_dsa.disable()

@@ -1,4 +1,4 @@
-"""Digests of the weights that the first step finds."""
+"""Digests of the weights before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_dsa.tools.compare import result
 
 
 class Wrapped(torch.nn.Module):
-    """What DDP does to names."""
+    """Wrapper that prefixes parameter names as DDP does."""
 
     def __init__(self, module):
         super().__init__()
@@ -62,10 +62,10 @@ def test_compare_tells_equal_from_different_weights(train):
     other = model()
     with torch.no_grad():
         other.bias[1] = torch.nextafter(other.bias[1], torch.tensor(9.0))  # one bit of one weight
-    found = result.compare_weights({**same, "A2": result.weights_of_run(train("c", other))})
-    assert found["same"] is False
-    assert "1 of 2 weights differ between A1 and A2" in found["how"]
-    assert "rank 0: bias" in found["how"]
+    difference = result.compare_weights({**same, "A2": result.weights_of_run(train("c", other))})
+    assert difference["same"] is False
+    assert "1 of 2 weights differ between A1 and A2" in difference["how"]
+    assert "rank 0: bias" in difference["how"]
 
 
 def test_other_types_and_silence_are_not_taken_for_agreement(train):

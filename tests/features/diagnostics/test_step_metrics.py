@@ -1,4 +1,4 @@
-"""One record per step, from a training loop that knows nothing of it."""
+"""One record per step, from a training loop that does not know of the feature."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_every_step_is_recorded_in_old_and_new_releases(megatron, tmp_path, impo
     training = import_module(f"{megatron}.training.training")
     assert training.train(3) == "kept"
 
-    found = records(file)
-    assert all(set(record) == KEYS for record in found)
-    assert [record["step"] for record in found] == [1, 2, 3]
-    assert [record["lm_loss"] for record in found] == [4.0, 3.0, 2.0]
-    assert [record["grad_norm"] for record in found] == [0.25, 0.5, 0.75]
-    for record in found:
+    written = records(file)
+    assert all(set(record) == KEYS for record in written)
+    assert [record["step"] for record in written] == [1, 2, 3]
+    assert [record["lm_loss"] for record in written] == [4.0, 3.0, 2.0]
+    assert [record["grad_norm"] for record in written] == [0.25, 0.5, 0.75]
+    for record in written:
         assert record["tokens_per_s"] * record["step_time_s"] == pytest.approx(4 * 32)
         assert record["peak_memory_bytes"] > 2**20
 
@@ -62,7 +62,7 @@ def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp
 
 
 def test_what_lies_between_steps_does_not_count(megatron, tmp_path, monkeypatch):
-    """By a clock that only the pauses advance."""
+    # The fake clock advances only in the pauses and in reads.
     file, clock = tmp_path / "metrics.jsonl", [100.0]
     mindspeed_dsa.enable(step_metrics_file=str(file))
 
@@ -85,12 +85,12 @@ def test_a_second_job_appends(megatron, tmp_path):
     for _ in range(2):
         with mindspeed_dsa.enabled(step_metrics_file=str(file)):
             training.train(2)
-    training.train(2)  # off again: nothing is written
+    training.train(2)  # the feature is off again, so nothing is written
     assert [record["step"] for record in records(file)] == [1, 2, 1, 2]
 
 
 def test_two_megatrons_in_one_process_are_recorded_apart(megatron, tmp_path):
-    """Steps of both run at the same time, each with figures of its own."""
+    """Two sessions in one process record steps at the same time, each its own."""
     loop.write(tmp_path, root="other_megatron")
     sessions, jobs = [], []
     try:

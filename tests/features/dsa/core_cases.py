@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: one DSA core attention watched at work."""
+"""Worker functions: one DSA core attention under observation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.counting import counted
 def one_step(
     overrides: Mapping[str, Any], switches: Mapping[str, Any] | None = None, mode: str = "train"
 ) -> dict[str, Any]:
-    """Forward and backward of one microbatch without a schedule, and what was done for it."""
+    """Run forward and backward of one microbatch without a schedule; return results and call counts."""
     job.start(switches)
     from megatron.core.transformer.experimental_attention_variant import dsa
 
@@ -41,7 +41,9 @@ def one_step(
 
 
 def scores_alone(mode: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Gradients of an indexer whose scores are asked for outside of attention; there is no indexer loss."""
+    """Return gradients of an indexer whose scores are requested outside of attention, without an indexer
+    loss.
+    """
     job.start(switches)
     cfg = job.config(dsa_indexer_loss_coeff=None)
     indexer = job.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
@@ -56,7 +58,7 @@ def scores_alone(mode: str, switches: Mapping[str, Any] | None = None) -> dict[s
 
 
 def overlapped_step(coefficient: float | None, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A data parallel step whose gradient reduction overlaps the backward pass."""
+    """Run a data parallel step whose gradient reduction overlaps backward."""
     return job.run(
         switches,
         {"dsa_indexer_loss_coeff": coefficient},
@@ -67,7 +69,7 @@ def overlapped_step(coefficient: float | None, switches: Mapping[str, Any] | Non
 
 
 def track(losses: list[list[tuple[int, float]]], num_layers: int, pp: int) -> dict[str, Any]:
-    """Report ``losses[rank]`` as ``(layer, loss)`` and log the step; what this rank ends up with."""
+    """Report ``losses[rank]`` as ``(layer, loss)``, log the step, and return this rank's results."""
     job.start(pp=pp)
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper as helper,
@@ -95,7 +97,7 @@ def track(losses: list[list[tuple[int, float]]], num_layers: int, pp: int) -> di
 
 
 def tracked_over_groups() -> float:
-    """A loss whose parts lie on both ranks, seen on a rank that has none of it."""
+    """Return the logged loss after both ranks have reported a part of it to an averaging group."""
     job.start()
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper as helper,
@@ -110,7 +112,7 @@ def tracked_over_groups() -> float:
 
 
 def track_on_another_device(switches: Mapping[str, Any] | None = None) -> str:
-    """The device of the tracker when the loss lies elsewhere than on the current one."""
+    """Return the tracker's device if the loss is on another device than the current one."""
     job.start(switches)
     from megatron.core.transformer.experimental_attention_variant.dsa import (
         DSAIndexerLossLoggingHelper as helper,
@@ -121,7 +123,7 @@ def track_on_another_device(switches: Mapping[str, Any] | None = None) -> str:
 
 
 def indexer_rotary(seed: int, switches: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Input and output of the indexer's rotary embedding, ``[seq, batch, heads, dim]``, and its angles."""
+    """Return input, output ``[seq, batch, heads, dim]`` and angles of the indexer's rotary embedding."""
     job.start(switches)
     cfg = job.config(dsa_indexer_head_dim=16, qk_pos_emb_head_dim=8)
     indexer = job.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
@@ -133,7 +135,7 @@ def indexer_rotary(seed: int, switches: Mapping[str, Any]) -> dict[str, Tensor]:
 def indexer_input(
     switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """The latent query that layer 0's indexer is given, with what it is made of."""
+    """Return the latent query passed to layer 0's indexer, and the tensors it is computed from."""
     job.start(switches)
     cfg = job.config(**(overrides or {}))
     model = job.gpt_model(cfg)

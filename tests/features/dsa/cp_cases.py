@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: DSA on context parallel ranks."""
+"""Worker functions: DSA on context parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import model as job
 
-SEQUENCE = 24  # two chunks for each of up to four ranks
+SEQUENCE = 24  # two chunks for each of two, three or four ranks
 
 
 @contextlib.contextmanager
 def context_parallel(builder: ModuleType, cp: int) -> Iterator[None]:
-    """Models of ``builder`` train on ``cp`` ranks, on sequences that can be cut for each of them."""
+    """Make ``builder``'s models use ``cp`` context parallel ranks and a sequence length they divide."""
     build_config = builder.config
 
     def config(**overrides: Any) -> Any:
@@ -31,7 +31,7 @@ def context_parallel(builder: ModuleType, cp: int) -> Iterator[None]:
 
 
 def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
-    """As :func:`job.own_positions`, where rows are dealt in blocks."""
+    """Return :func:`job.own_positions` for tokens that are distributed in blocks."""
 
     def own_positions(length: int | None = None) -> Tensor:
         from megatron.core import parallel_state
@@ -44,9 +44,9 @@ def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def parts_kept_apart() -> Iterator[list[int]]:
-    """Queries and keys in two parts, as operators on Ascend want them.
+    """Keep queries and keys in two parts, as the operators on Ascend need them.
 
-    Yields in how many parts each key was gathered.
+    Yields a list with the number of parts of each gathered key.
     """
     from mindspeed_dsa.features.dsa import absorb, problem
     from mindspeed_dsa.features.dsa.kernel_hooks import shared_keys
@@ -67,7 +67,7 @@ def parts_kept_apart() -> Iterator[list[int]]:
 
 
 def step_in_parts(cp: int, parts: int, **arguments: Any) -> dict[str, Any]:
-    """As :func:`step`, keys gathered in so many parts."""
+    """Run :func:`step` with keys gathered in ``parts`` parts."""
     with parts_kept_apart() as gathered:
         result = step(cp, **arguments)
     assert set(gathered) == {parts}
@@ -81,7 +81,7 @@ def step(
     by_run: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
+    """Run :func:`job.run` and return the logged indexer loss, too; ``by_run`` as on Ascend."""
     from mindspeed_dsa.features.dsa import core_attention
 
     switches = {**(switches or {}), "context_parallel_size": cp}
@@ -97,23 +97,23 @@ def step(
 
 
 def losses_of_late_weights(cp: int, builder: str, **switches: Any) -> list[Tensor]:
-    """Of a rank's rows and of its indexers, with weights that are there, and with late ones."""
+    """Return a rank's token loss and indexer loss, with weights present and with weights that arrive late."""
     made = import_module(builder)
     with context_parallel(made, cp):
         job.start({"use_fused_dsa": True, "context_parallel_size": cp, **switches}, cp=cp)
         model = made.gpt_model(made.config())
-        found = []
+        losses = []
         for late in (False, True):
             if late:
                 _send_for(model)
             tokens = job.per_token_loss(model, job.samples(2))
-            found.append(torch.stack([tokens.mean().detach(), torch.tensor(logged_indexer_loss(1))]))
-    return found
+            losses.append(torch.stack([tokens.mean().detach(), torch.tensor(logged_indexer_loss(1))]))
+    return losses
 
 
 @torch.no_grad()
 def _send_for(model: Any) -> None:
-    """Make all weights NaN until the hooks before their modules' forward, as in overlapped gathering."""
+    """Make all weights NaN until their modules' forward pre-hooks, as in overlapped gathering."""
     for module in model.modules():
         weights = list(module.parameters(recurse=False))
         kept = [weight.clone() for weight in weights]
@@ -139,25 +139,25 @@ def logged_indexer_loss(num_microbatches: int) -> float:
 
 
 def rotated(cp: int, rope_type: str) -> dict[str, Tensor]:
-    """A rank's rows of seeded states after MLA's rotation, and where they lie in the sequence."""
+    """Return a rank's rows of random states after MLA's rotation, and their positions."""
     job.start({"use_fused_dsa": True}, cp=cp)
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.megatron.mla_projections import Projections
 
     attention = job.gpt_model(job.config(rope_type=rope_type)).decoder.layers[0].self_attention
-    states, own = seeded(SEQUENCE, 2, 4, 8), job.own_positions(SEQUENCE)
-    rotate = Projections(attention, Megatron()).rotation(own.numel())
-    return {"positions": own, "rows": rotate(states[own])}
+    states, positions = seeded(SEQUENCE, 2, 4, 8), job.own_positions(SEQUENCE)
+    rotate = Projections(attention, Megatron()).rotation(positions.numel())
+    return {"positions": positions, "rows": rotate(states[positions])}
 
 
 def backport_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
-    """A rank's rows of what the indexer for older releases projects, and where they lie in the sequence."""
+    """Return a rank's rows of the backported indexer's projections, and their positions."""
     job.start({"use_fused_dsa": True}, cp=cp)
     return index_rows(backport_spec().submodules.indexer, job.config(rope_type=rope_type))
 
 
 def backport_spec() -> Any:
-    """The core attention for older releases, with the options of no switch."""
+    """Return the core attention spec for older releases, with default options."""
     from mindspeed_dsa import session
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
@@ -172,10 +172,10 @@ def index_rows(spec: Any, cfg: Any) -> dict[str, Tensor]:
 
     torch.manual_seed(0)
     indexer = build_module(spec, config=cfg)
-    own = job.own_positions(SEQUENCE)
+    positions = job.own_positions(SEQUENCE)
     x, qr = seeded(SEQUENCE, 2, cfg.hidden_size), seeded(SEQUENCE, 2, cfg.q_lora_rank)
-    query, key, weights = indexer.forward_before_topk(x[own], qr[own])
-    return {"positions": own, "rows": torch.cat([query.flatten(2), key, weights], dim=-1).detach()}
+    query, key, weights = indexer.forward_before_topk(x[positions], qr[positions])
+    return {"positions": positions, "rows": torch.cat([query.flatten(2), key, weights], dim=-1).detach()}
 
 
 def seeded(*shape: int) -> Tensor:
@@ -183,31 +183,31 @@ def seeded(*shape: int) -> Tensor:
 
 
 def in_order(ranks: list[Mapping[str, Tensor]]) -> Tensor:
-    """The whole sequence from all ranks' rows."""
+    """Join all ranks' rows in sequence order."""
     rows = torch.cat([rank["rows"] for rank in ranks])
     return rows[torch.cat([rank["positions"] for rank in ranks]).argsort()]
 
 
 def dtypes_of_parts(by_run: bool) -> list[str]:
-    """In what the gradients of a bfloat16 model's gathered keys are when they are about to be added up."""
+    """Return the dtypes of a bf16 model's key gradients when their sum over ranks starts."""
     from mindspeed_dsa.context_parallel.gather import _Transfer
 
-    found: list[str] = []
+    dtypes: list[str] = []
     start_sum = _Transfer.start_sum
 
     def noting(self: Any, gradient: Tensor) -> None:
-        found.append(str(gradient.dtype))
+        dtypes.append(str(gradient.dtype))
         start_sum(self, gradient)
 
     narrow = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
     overrides = {"num_layers": 1, **job.WITHOUT_EXPERTS, **narrow}
     with mock.patch.object(_Transfer, "start_sum", noting):
         step(2, 1, {"use_fused_dsa": True}, by_run, overrides=overrides)
-    return found
+    return dtypes
 
 
 def order_of_a_layer(**switches: Any) -> list[str]:
-    """What happens to the keys of a layer on two ranks, and the projections around that."""
+    """Return the order of a layer's key transfers and projections on two ranks."""
     from mindspeed_dsa.context_parallel.gather import _Transfer
 
     events: list[str] = []
@@ -227,7 +227,7 @@ def order_of_a_layer(**switches: Any) -> list[str]:
             if name == "start":
                 widths[id(self)] = args[0].size(-1)
             event = steps[name].format(widths[id(self)])
-            if event not in events:  # what was started early is asked for again
+            if event not in events:  # a transfer that was started early is started only once
                 events.append(event)
             return original(self, *args)
 

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: fused DSA beside Megatron's own, on the same weights and tokens."""
+"""Worker functions: fused DSA and Megatron's own DSA on the same weights and tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _topk = torch.Tensor.topk
 
 
 def stable_topk(scores: Tensor, k: int, dim: int = -1, **others: Any) -> Any:
-    """``Tensor.topk`` with the operators' rule for equal scores, which PyTorch's leaves open."""
-    if others:  # the operators' own call, whose keys hold the rule
+    """``Tensor.topk`` that breaks ties as the operators do; PyTorch leaves the order open."""
+    if others:  # the operators' own call, whose keys already encode the rule
         return _topk(scores, k, dim, **others)
     values, indices = scores.sort(dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 def ties_to_the_lowest() -> Any:
-    """Megatron's indexer asks the scores for their ``topk``."""
+    """Patch ``Tensor.topk``, which Megatron's indexer calls on its scores."""
     return mock.patch.object(torch.Tensor, "topk", stable_topk)
 
 
@@ -34,7 +34,7 @@ def one_step(
     overrides: Mapping[str, Any] | None = None,
     mode: str = "train",
 ) -> dict[str, Any]:
-    """As :func:`core_cases.one_step`, ties decided alike on both sides."""
+    """Run :func:`core_cases.one_step` with the same tie-breaking on both sides."""
     with ties_to_the_lowest():
         return core_cases.one_step(overrides or {}, switches, mode)
 
@@ -42,7 +42,7 @@ def one_step(
 def step_as_long_sequences(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """As :func:`one_step`, attention by head wherever long sequences have it, and how often it ran."""
+    """Run :func:`one_step` with by-head attention as for long sequences; also return its call counts."""
     from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 
     with mock.patch.object(by_head, "_FEWEST_KEYS", 1), counted(cpu_heads, "forward", "backward") as counts:
@@ -52,15 +52,15 @@ def step_as_long_sequences(
 def step_in_two_parts(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """As :func:`one_step`, absorbed queries in two parts as on NPUs, and how often they arrived so."""
+    """Run :func:`one_step` with absorbed queries in two parts as on NPUs; also return how they arrived."""
     from mindspeed_dsa.features.dsa import core_attention, problem
 
     arrived = []
 
     def noting(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = problem.parts_of(query, key, value)
-        arrived.append(found[1] is not None)
-        return found
+        parts = problem.parts_of(query, key, value)
+        arrived.append(parts[1] is not None)
+        return parts
 
     with (
         mock.patch.object(problem, "keeps_parts_apart", return_value=True),
@@ -70,7 +70,7 @@ def step_in_two_parts(
 
 
 def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
-    """As :func:`job.run`, ties decided alike on both sides."""
+    """Run :func:`job.run` with the same tie-breaking on both sides."""
     with ties_to_the_lowest():
         return job.run(switches, **arguments)
 
@@ -78,7 +78,7 @@ def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> d
 def step_with_split_down_projections(
     switches: Mapping[str, Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """As :func:`whole_step`, on a spec that splits MLA's down-projections over tensor parallel ranks."""
+    """Run :func:`whole_step` on a spec that splits MLA's down-projections over tensor parallel ranks."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -103,7 +103,7 @@ def warmup(
     mtp: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Adam steps of the warm-up stage through Megatron's schedule, DDP and optimizer."""
+    """Take Adam steps of the warm-up stage with Megatron's schedule, DDP and optimizer."""
     job.start({"dsa_stage": "warmup", **(switches or {})}, **layout)
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -180,7 +180,7 @@ def warmup(
 
 
 def warmup_with_recomputed_norms(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Layers that recompute their input norm, which Megatron allows with Transformer Engine only."""
+    """Run layers that recompute their input norm, which Megatron only allows with Transformer Engine."""
     job.start({"dsa_stage": "warmup"})
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -201,10 +201,8 @@ def warmup_with_recomputed_norms(overrides: Mapping[str, Any] | None = None) -> 
 
 
 def dense_attention_gradients(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Indexer gradients of Megatron's own dense loss on a model whose attention is dense.
-
-    With ``topk`` as long as the sequence Megatron's sparse attention is dense, and both stages are one.
-    """
+    """Return indexer gradients of Megatron's dense loss for a model with dense attention."""
+    # With a topk as large as the sequence, Megatron's sparse attention is dense, so both stages are equal.
     whole = {"dsa_indexer_topk": job.SEQUENCE, "dsa_indexer_use_sparse_loss": False}
     return job.run(
         None, {**whole, **(overrides or {})}, num_microbatches=2, micro_batch_size=2, only="indexer"
@@ -212,7 +210,7 @@ def dense_attention_gradients(overrides: Mapping[str, Any] | None = None) -> dic
 
 
 def saved_for_backward(stage: str, sequence: int) -> int:
-    """Bytes that one forward pass keeps for backward."""
+    """Return the number of bytes that one forward saves for backward."""
     job.start({"dsa_stage": stage, "use_fused_dsa": True})
     with mock.patch.object(job, "SEQUENCE", sequence):
         model = job.gpt_model(job.config())
@@ -231,9 +229,9 @@ def saved_for_backward(stage: str, sequence: int) -> int:
 
 
 def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """How often each operator and each of Megatron's own functions runs in one step, and its loss.
+    """Return call counts of the operators and of Megatron's functions in one step, and its loss.
 
-    ``forms`` tells of each layer's attention whether its operands were absorbed.
+    ``forms`` says for each layer's attention whether its operands were absorbed.
     """
     from mindspeed_dsa.features.dsa import core_attention, loss, main_attention, sparse_attention
 
@@ -259,7 +257,7 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
 
 
 def with_an_adapter() -> None:
-    """A LoRA-like adapter on the up-projection that absorption takes apart."""
+    """Add a LoRA-like adapter to the up-projection, which absorption would take apart."""
     job.start({"use_fused_dsa": True})
     model = job.gpt_model(job.config())
     layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
@@ -268,7 +266,7 @@ def with_an_adapter() -> None:
 
 
 class Quantised(torch.nn.Parameter):
-    """Stands for the subclasses in which Transformer Engine keeps fp8 weights."""
+    """Stand-in for the parameter subclasses of Transformer Engine's fp8 weights."""
 
 
 def with_quantised_weights() -> None:
@@ -280,7 +278,7 @@ def with_quantised_weights() -> None:
 
 
 def decoding() -> None:
-    """One query against a longer cache."""
+    """Attend with one query token to a longer cache."""
     job.start({"use_fused_dsa": True})
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -291,7 +289,7 @@ def decoding() -> None:
 
 
 def frozen_indexer(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is logged, and all gradients, where the indexers are not trained."""
+    """Return the logged loss and all gradients of a model with frozen indexers."""
     job.start(switches)
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -305,7 +303,7 @@ def frozen_indexer(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def hooks_of_the_up_projection() -> list[int]:
-    """How often a forward pre-hook of the up-projection, plain and with keywords, runs in one forward."""
+    """Return how often plain and keyword forward pre-hooks of the up-projection run in one forward."""
     job.start({"use_fused_dsa": True})
     model = job.gpt_model(job.config(num_layers=1, moe_layer_freq=[1]))
     layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
@@ -317,7 +315,7 @@ def hooks_of_the_up_projection() -> list[int]:
 
 
 def packed() -> None:
-    """Packed sequences reach DSA's attention."""
+    """Pass packed sequences to DSA's attention."""
     job.start({"use_fused_dsa": True, "use_dsa_absorb": False})
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
@@ -337,7 +335,7 @@ def packed() -> None:
 
 
 def mtp_step(switches: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """Gradients of a model with two MTP layers."""
+    """Return the gradients of a model with two MTP layers."""
     job.start(switches)
     cfg = job.config(mtp_num_layers=2)
     model = job.gpt_model(cfg, mtp=True)

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers besides whole training steps."""
+"""Worker functions for tests of parts of DSA that are no full training steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGETS = (
 
 
 def arm_and_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of all sites once a model is built, and what differs by identity while on and after."""
+    """Return the state of all patch sites, and the objects that differ while DSA is on and after."""
     import mindspeed_dsa
 
     before = _identities()
@@ -44,14 +44,14 @@ def arm_and_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identities() -> dict[str, Any]:
-    """Every object in the target modules and in the classes they define."""
-    found: dict[str, Any] = {}
+    """Return every object in the target modules and in their classes."""
+    objects: dict[str, Any] = {}
     for module in map(importlib.import_module, TARGETS):
         for name, value in vars(module).items():
-            found[f"{module.__name__}:{name}"] = value
+            objects[f"{module.__name__}:{name}"] = value
             if isinstance(value, type) and value.__module__ == module.__name__:
-                found |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
-    return {name: value for name, value in found.items() if not name.rpartition(":")[2].startswith("__")}
+                objects |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
+    return {name: value for name, value in objects.items() if not name.rpartition(":")[2].startswith("__")}
 
 
 def active_features(switches: Mapping[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def active_features(switches: Mapping[str, Any]) -> list[str]:
 
 
 def core_attentions(switches: Mapping[str, Any]) -> list[str]:
-    """Classes of the core attention of each layer that Megatron's own block spec names."""
+    """Return the core attention class of every layer in Megatron's block spec."""
     job.start(switches)
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
@@ -85,7 +85,7 @@ def other_variant_still_refused() -> str:
 
 
 def mtp_step() -> dict[str, Any]:
-    """One step of a model with two MTP layers, whose specs come from Megatron's own functions."""
+    """Take one step of a model with two MTP layers, built by Megatron's spec functions."""
     job.start()
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
@@ -110,7 +110,7 @@ def parameter_names() -> list[str]:
 
 
 def learn(steps: int, dtype: str, switches: Mapping[str, Any] | None = None) -> list[float]:
-    """Plain AdamW on one batch."""
+    """Train on one batch with plain AdamW; return the losses."""
     job.start(switches)
     cfg = job.config(params_dtype=getattr(torch, dtype))
     model = job.gpt_model(cfg).to(getattr(torch, dtype))
@@ -127,7 +127,7 @@ def learn(steps: int, dtype: str, switches: Mapping[str, Any] | None = None) -> 
 
 
 def norms(normalization: str, zero_centered: bool) -> dict[str, Any]:
-    """Megatron's own norm with sequence parallelism on: its output, parameters and marks."""
+    """Return output, parameters and marks of Megatron's norm under sequence parallelism."""
     job.start()
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -149,7 +149,7 @@ def norms(normalization: str, zero_centered: bool) -> dict[str, Any]:
 
 
 def duplicated_linears(cpu_initialization: bool) -> dict[str, Any]:
-    """Initial weights of the full copies, and of the projections that are split, on one rank."""
+    """Return one rank's initial weights of the duplicated linears and of the split projections."""
     job.start(tp=2)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
@@ -170,7 +170,7 @@ def duplicated_linears(cpu_initialization: bool) -> dict[str, Any]:
 
 
 def checkpoint_shards(tp: int) -> list[dict[str, Any]]:
-    """What this rank would write into a distributed checkpoint, and where."""
+    """Return the shards that this rank would write into a distributed checkpoint."""
     job.start(tp=tp)
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
@@ -207,7 +207,7 @@ def grouped_gemm_without_its_package() -> dict[str, Any]:
 
 
 def rotate(activation: Tensor, switches: Mapping[str, Any] | None = None) -> Tensor:
-    """Through the name that Megatron's indexer calls."""
+    """Call ``rotate_activation`` by the name that Megatron's indexer uses."""
     job.start(switches)
     from megatron.core.transformer.experimental_attention_variant import dsa
 
@@ -215,11 +215,11 @@ def rotate(activation: Tensor, switches: Mapping[str, Any] | None = None) -> Ten
 
 
 def rotate_for_evaluation_first() -> Tensor:
-    """A gradient after the matrix was first needed under ``inference_mode``."""
+    """Return a gradient after the Hadamard matrix was first cached in ``inference_mode``."""
     job.start()
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    size = 256  # no other case asks for it
+    size = 256  # no other test uses this size, so nothing is cached
     with torch.inference_mode():
         dsa.rotate_activation(torch.ones(2, size))
     activation = torch.ones(2, size, requires_grad=True)

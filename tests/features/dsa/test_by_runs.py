@@ -1,4 +1,4 @@
-"""Attention and indexer loss run by run are those of all rows in one call."""
+"""Attention and indexer loss computed run by run equal one call for all rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_a
 
 LENGTH, TOPK = 48, 6
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8
-PACK = Pack.of_prefix_sums([0, 5, 22, 23, 41], None, LENGTH)  # the rest is padding
+PACK = Pack.of_prefix_sums([0, 5, 22, 23, 41], None, LENGTH)  # the remaining rows are padding
 LAYOUTS = {
     "one rank": (1, 2, Zigzag(1), None),
     "zigzag": (2, 2, Zigzag(2), None),
@@ -28,7 +28,7 @@ LOSSES = {"sparse": {"on_chosen_keys": True}, "dense": {"on_chosen_keys": False}
 
 
 def tensors(batch, rows):
-    """Operands of some rows and all keys, and of the indexer, with leaves for gradients; float64."""
+    """Return fp64 operands of some rows and all keys, the indexer's inputs, and all leaves."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -42,24 +42,27 @@ def tensors(batch, rows):
 
 
 def whole_and_runs(layout, rank, loss):
-    """Values and gradients of both, and what the losses that are computed in backward came to."""
+    """Return results and gradients of both ways, including losses computed in backward."""
     ranks, batch, dealt, pack = LAYOUTS[layout]
-    # Of context parallel ranks only their number is read where every row counts, or how many do is known.
+    # Only the size of the context parallel group is read if all rows count or their number is known.
     groups = Groups(context=SimpleNamespace(size=lambda: ranks) if ranks > 1 else None)
-    own = torch.arange(LENGTH) if dealt is None else dealt.rows_of_rank(rank, LENGTH)
+    positions = torch.arange(LENGTH) if dealt is None else dealt.rows_of_rank(rank, LENGTH)
     if pack is None:
-        rows, all_rows = Rows(ends=(own + 1).int()), LENGTH * batch
-        breaks = ((own.diff() != 1).nonzero().flatten() + 1).tolist()
-        bounds = [0, *breaks, len(own)]
-        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in pairwise(bounds)]
+        rows, all_rows = Rows(ends=(positions + 1).int()), LENGTH * batch
+        breaks = ((positions.diff() != 1).nonzero().flatten() + 1).tolist()
+        bounds = [0, *breaks, len(positions)]
+        runs = [(a, b, 0, int(positions[b - 1]) + 1) for a, b in pairwise(bounds)]
     else:
         documents = PackRows(pack, dealt, rank)
         rows, all_rows = Rows.of_pack(documents, torch.device("cpu")), pack.tokens
         runs = documents.runs()
-    assert len(runs) > 1 or layout in ("one rank", "zigzag")  # whose last rank has neighbours
-    found = []
+    assert len(runs) > 1 or layout in (
+        "one rank",
+        "zigzag",
+    )  # on the last zigzag rank both chunks are neighbours
+    results = []
     for by_runs in (False, True):
-        operands, index, leaves = tensors(batch, own)
+        operands, index, leaves = tensors(batch, positions)
         shares = []
 
         def started(share, shares=shares):
@@ -76,10 +79,10 @@ def whole_and_runs(layout, rank, loss):
         if result.loss is not None:
             total = total + result.loss
         total.backward()
-        # Rows that see no more keys than are chosen have their loss in forward anyway.
+        # Rows that see at most topk keys get their loss in forward, also with in_backward.
         value = sum(shares) + (0 if result.loss is None else result.loss.detach())
-        found.append([result.out.detach(), value, *(leaf.grad for leaf in leaves)])
-    return found
+        results.append([result.out.detach(), value, *(leaf.grad for leaf in leaves)])
+    return results
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])

@@ -1,4 +1,4 @@
-"""Gradients and losses of DSA on context parallel ranks are those of one rank."""
+"""DSA on context parallel ranks has the gradients and losses of one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS = {
             "recompute_num_layers": 1,
         }
     },
-    # 12 rows on each of two ranks, 24 keys.
+    # topk 16 of 24 keys, with 12 rows per rank.
     "topk above the rows": {"overrides": {"dsa_indexer_topk": 16}},
     "all keys": {"overrides": {"dsa_indexer_topk": 24}},
     "GLM's indexer without ReLU": {"overrides": GLM | {"dsa_indexer_scoring_relu": False}},
@@ -44,7 +44,7 @@ FORMS = {
 def step(
     pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, parts: int = 0, **more
 ):
-    """Gradients, which all ranks must have alike but for tensor parallel shards, and every rank's loss."""
+    """Return the gradients, after checking that all replicas agree, and every rank's loss."""
     arguments = {"switches": FUSED, **FORMS[form], **more}
     case = "step"
     if parts:
@@ -54,7 +54,7 @@ def step(
         arguments |= {**PER_TOKEN, "overrides": overrides}
     ranks = pool.run(f"{CASES}:{case}", arguments.pop("ranks", cp), cp=cp, **arguments)
     losses, tp = [rank["indexer loss"] for rank in ranks], more.get("tp", 1)
-    # Tensor parallel ranks are neighbours; other copies are equal.
+    # Tensor parallel ranks are neighbours; all other replicas are equal.
     whole, *copies = [put_together(ranks[first : first + tp]) for first in range(0, len(ranks), tp)]
     for copy in copies:
         assert all(copy[name].equal(gradient) for name, gradient in whole.items())
@@ -62,7 +62,7 @@ def step(
 
 
 def same(result, expected) -> None:
-    """Zero gradients, of an indexer that does not learn, are the same zeros."""
+    """Check gradients and losses; a parameter that does not learn must have exact zeros."""
     (gradients, losses), (whole, (loss,)) = result, expected
     learned = {name: gradient for name, gradient in whole.items() if gradient.any()}
     assert any("indexer" in name for name in learned) == (loss > 0)
@@ -96,7 +96,7 @@ def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     ],
 )
 def test_queries_and_keys_in_two_parts(pool, form, parts):
-    """A core attention that is recomputed gets one piece, gathered before its recomputation."""
+    """A recomputed core attention gets the key in one part, gathered before recomputation."""
     same(step(pool, 2, form, parts=parts), step(pool, 1, form))
 
 
@@ -107,26 +107,26 @@ def test_two_parts_beside_tensor_and_sequence_parallel_ranks(pool):
 
 
 def test_beside_tensor_and_sequence_parallel_ranks(pool):
-    """Key and weights of the indexer come from a rank's own rows, its query from all of them."""
+    """The indexer's key and weights come from a rank's own rows, its query from the rows of all ranks."""
     arguments = {"form": "topk above the rows", "per_token": True}
     same(step(pool, 2, ranks=4, tp=2, **arguments), step(pool, 1, **arguments))
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_weights_are_read_after_the_hooks_that_wait_for_them(pool, cp):
-    """A norm that its layer holds is one of them: read too early, it was that of the step before."""
+    # A norm held by the layer is one of these weights. Read too early, it had the previous step's value.
     for there, late in pool.run(f"{CASES}:losses_of_late_weights", cp, cp=cp, builder="tests.support.model"):
         assert late.equal(there)
 
 
 def test_blocks_of_rows_beside_overlapped_reduction_of_three_ranks(pool):
-    """The reduction ends only if every parameter has a gradient."""
+    # Overlapped reduction only ends if every parameter has a gradient.
     blocks = {"switches": {**FUSED, "cp_block_rows": 2}, "ddp": {"overlap_grad_reduce": True}}
     same(step(pool, 3, "no loss", **blocks), step(pool, 1, "no loss"))
 
 
 LATENT, INDEX = 24, 16
-"""Widths of the keys."""
+"""Widths of the main keys and of the indexer's keys."""
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -152,7 +152,7 @@ def test_projections_hide_what_is_gathered_in_both_directions(pool, keeps):
 
 @pytest.mark.parametrize("by_run", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_gradients_of_narrow_keys_are_added_up_in_fp32(pool, by_run):
-    """Those that the operators have computed in fp32, not rounded in between."""
+    """Gradients that operators compute in fp32 are summed before they are rounded."""
     for dtypes in pool.run(f"{CASES}:dtypes_of_parts", 2, by_run=by_run):
         assert dtypes == ["torch.float32"] * 2
 
@@ -186,7 +186,7 @@ def test_beside_data_parallel_ranks(pool, per_token):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_every_form_beside_tensor_parallel_ranks(pool, form, sequence_parallel, cp):
     if not sequence_parallel:
-        # Experts beside tensor parallel ranks need sequence parallelism.
+        # With tensor parallelism, experts need sequence parallelism.
         overrides = {**FORMS[form].get("overrides", {}), **WITHOUT_EXPERTS}
         arguments = {"overrides": overrides}
     else:

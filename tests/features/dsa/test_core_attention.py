@@ -21,7 +21,7 @@ PARTS = (
 FUSED = {"use_fused_dsa": True}
 IN_BACKWARD = {"use_fused_dsa": True, "dsa_fuse_kl_in_backward": True}
 IN_FP8 = {"dsa_indexer_precision": "fp8"}
-SHORT = {"dsa_indexer_topk": 20}  # the sequence is no longer than that
+SHORT = {"dsa_indexer_topk": 20}  # at least the sequence length, so every key is selected
 DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
 
 
@@ -49,7 +49,7 @@ def assert_same(ours, theirs, rtol=1e-4):
     assert_same_gradients(ours["gradients"], theirs["gradients"], rtol)
 
 
-# One part alone and all of them run in every test; two and three with the long ones.
+# Single parts and all parts run in every test run; two and three parts in full runs only.
 COMBINATIONS = [
     pytest.param(chosen, marks=[pytest.mark.full] if sum(chosen) in (2, 3) else [], id=str(chosen))
     for chosen in itertools.product((False, True), repeat=4)
@@ -62,13 +62,13 @@ def test_every_combination_of_parts_trains_as_megatron_does(pool, stock, chosen)
     switches = dict(zip(PARTS, chosen, strict=True))
     ours = step(pool, switches)
     assert_same(ours, stock["sparse loss"])
-    # Megatron's own pieces run where ours are off, and nowhere else: once a layer.
+    # Megatron's code runs once per layer for each part that is switched off.
     _, _, attention, kl_loss = chosen
     assert ours["counts"]["unfused_dsa_fn"] == (0 if attention else 2)
     assert ours["counts"]["compute_dsa_indexer_loss"] == (0 if kl_loss else 2)
 
 
-# Formed in backward there is no dense loss.
+# A loss formed in backward cannot be dense.
 FORMS = [
     *itertools.product((FUSED, FUSED | {"use_dsa_absorb": False}), MODELS),
     *((FUSED | {"use_dsa_absorb": True}, name) for name in MODELS if "short" in name),
@@ -123,7 +123,7 @@ ABSORBED = FUSED | {"use_dsa_absorb": True}
     ids=str,
 )
 def test_queries_in_two_parts_pass_through_megatrons_layer(pool, switches, overrides, passes):
-    """As on NPUs; here the operators put them together. Gradients of the key are added in another order."""
+    # As on NPUs, but here the operators join the parts. Key gradients are summed in another order.
     whole = step(pool, switches, overrides)
     (ours,) = pool.run(f"{CASES}:step_in_two_parts", 1, switches=switches, overrides=overrides)
     assert ours["in two parts"] == [True] * 2 * passes
@@ -170,7 +170,7 @@ def test_each_operator_runs_where_it_is_wanted(pool, mode, switches, overrides, 
         (FUSED | {"use_dsa_absorb": False}, {}, False),
         ({"use_fused_sparse_flash_attention": True, "use_dsa_absorb": "auto"}, {}, True),
         ({"use_fused_sparse_flash_attention": True, "use_dsa_absorb": "auto"}, SHORT, False),
-        # Megatron's own attention masks the whole square in either form.
+        # Megatron's own attention masks all pairs in either form.
         (FUSED | {"use_fused_sparse_flash_attention": False}, SHORT, True),
     ],
     ids=str,
@@ -217,14 +217,14 @@ OTHER_MODELS = [
 def test_other_models(pool, overrides, switches):
     run = f"{CASES}:whole_step"
     ours, theirs = (
-        pool.run(run, 1, switches=each, overrides=overrides, num_microbatches=2)[0]["gradients"]
-        for each in (switches, None)
+        pool.run(run, 1, switches=parts, overrides=overrides, num_microbatches=2)[0]["gradients"]
+        for parts in (switches, None)
     )
     assert_same_gradients(ours, theirs)
 
 
 def test_norms_with_zero_centred_gamma(pool):
-    """Such norms double here and index scores spread so far that Megatron's epsilon in the loss shows."""
+    # Such norms double here, and index scores spread so far that Megatron's epsilon in the loss matters.
     run, overrides = f"{CASES}:whole_step", {"layernorm_zero_centered_gamma": True}
     own_loss = FUSED | {"use_fused_lightning_indexer_kl_loss": False}
     ours, theirs = (
@@ -234,7 +234,7 @@ def test_norms_with_zero_centred_gamma(pool):
 
 
 def test_short_sequences_on_tensor_parallel_ranks(pool):
-    """By head; the length counts, not that of a rank's part."""
+    """Attention is by head; the full sequence length decides, not a rank's part of it."""
     run, long = f"{CASES}:whole_step", {"dsa_indexer_topk": 10}
     for overrides in (SHORT, long):
         alone = put_together(pool.run(run, 1, overrides=overrides))
@@ -267,7 +267,7 @@ def test_grad_scale_reaches_the_loss_in_backward(pool):
 
 
 def test_waiting_for_gathered_parameters_is_not_left_out(pool):
-    """Megatron's overlapped gather waits in a forward pre-hook of a layer that is never called."""
+    # Megatron's overlapped parameter gather waits in a forward pre-hook, but this layer is never called.
     assert pool.run(f"{CASES}:hooks_of_the_up_projection", 1) == [[1, 1]]
 
 

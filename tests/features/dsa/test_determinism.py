@@ -1,4 +1,4 @@
-"""Sentences of docs/design/determinism.md that no other test holds, and that each names its test."""
+"""Claims of docs/design/determinism.md that no other test covers; each claim names its tests."""
 
 from __future__ import annotations
 
@@ -110,28 +110,28 @@ def test_rows_dealt_in_any_way_select_the_same_in_fp8(backend, layout):
 def test_deterministic_algorithms_select_the_same(precision):
     inputs = tied_inputs(rows=80)
     before = torch.are_deterministic_algorithms_enabled()
-    found = []
+    selections = []
     for on in (False, True):
         torch.use_deterministic_algorithms(on)
         try:
-            found.append(selected(inputs, 7, precision))
+            selections.append(selected(inputs, 7, precision))
         finally:
             torch.use_deterministic_algorithms(before)
-    assert torch.equal(*found)
+    assert torch.equal(*selections)
 
 
 # -- torch.topk --------------------------------------------------------------------------------
 
 
 def plateau(rows: int = 32, keys: int = 512) -> Tensor:
-    """Scores of which one in fifty is positive, and all others exactly 0."""
+    """Return scores of which 2 % are positive and all others exactly 0."""
     noise = torch.Generator().manual_seed(0)
     scores = torch.rand(rows, keys, generator=noise)
     return torch.where(torch.rand(rows, keys, generator=noise) < 0.02, scores, 0.0)
 
 
 def as_inputs(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of the indexer, a sequence for each row, whose scores are these."""
+    """Return indexer inputs with these scores, one sequence per row."""
     rows = len(scores)
     return scores.new_ones(rows, 1, 1, 1), scores[:, :, None], scores.new_ones(rows, 1, 1)
 
@@ -150,17 +150,17 @@ def test_torch_topk_takes_other_keys_of_a_plateau():
     scores = plateau()
     stable = scores.sort(dim=-1, descending=True, stable=True).indices[:, :64].sort(-1).values
     assert torch.equal(ours(scores), stable)
-    found = torchs(scores)
-    assert (found != stable).any(-1).all()
-    # The same scores at other positions: neither is wrong.
-    assert torch.equal(*(scores.gather(1, at).sort(-1).values for at in (found, stable)))
+    by_torch = torchs(scores)
+    assert (by_torch != stable).any(-1).all()
+    # Equal scores at other positions: both selections are right.
+    assert torch.equal(*(scores.gather(1, at).sort(-1).values for at in (by_torch, stable)))
 
 
 def test_torch_topk_lets_hidden_keys_decide():
     scores = plateau()
     longer = torch.nn.functional.pad(scores, (0, 512), value=-torch.inf)
     assert (torchs(longer) != torchs(scores)).any(-1).float().mean() > 0.25
-    # What a row does not see is higher than all that it sees, and decides nothing.
+    # Keys that a row does not see have the highest scores, and change nothing.
     longer = torch.nn.functional.pad(scores, (0, 512), value=9.0)
     assert torch.equal(ours(longer, 512), ours(scores))
 
@@ -191,24 +191,24 @@ def test_torch_topk_takes_nan_first():
 
 
 def step(switches: dict[str, Any], overrides: dict[str, Any], **layout: Any) -> dict[str, Any]:
-    """A training step and, in their order, the keys that each layer has selected; in a worker of the pool."""
+    """Run a training step in a worker; also return every layer's selected keys, in order."""
     from mindspeed_dsa.features.dsa import sparse_attention
 
-    found: list[Tensor] = []
+    indices: list[Tensor] = []
 
     def noting(name: str) -> Any:
         original = getattr(sparse_attention, name)
 
         def select(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            found.append((result if isinstance(result, Tensor) else result.topk_indices).clone())
+            indices.append((result if isinstance(result, Tensor) else result.topk_indices).clone())
             return result
 
         return mock.patch.object(sparse_attention, name, select)
 
     with noting("lightning_indexer"), noting("quantised_indexer"):
         result = job.run(switches, overrides, micro_batch_size=2, **layout)
-    return {**result, "selected": [each.sort(-1).values for each in found]}
+    return {**result, "selected": [each.sort(-1).values for each in indices]}
 
 
 def run(pool: Any, ranks: int, switches: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
@@ -236,12 +236,12 @@ def test_a_recomputation_selects_the_same(pool, switches, overrides):
     (again,) = run(pool, 1, switches, overrides=overrides)
     forward, recomputed = again["selected"][:2], again["selected"][2:]
     assert len(recomputed) == len(plain["selected"]) == 2
-    # Backward comes to the last layer first.
+    # Backward recomputes the last layer first.
     for parts in (forward, recomputed[::-1]):
         assert all(map(torch.equal, parts, plain["selected"]))
     assert job.losses_of(again) == job.losses_of(plain)
     if overrides == CORE:
-        # A core attention that runs again hands its gradients over in another order of sums.
+        # A recomputed core attention sums its gradients in another order.
         job.assert_same_gradients(again["gradients"], plain["gradients"], 1e-5)
     else:
         for name, gradient in plain["gradients"].items():
@@ -255,7 +255,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def rows_of_page() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the sentences of the page's tables, and the tests that each names."""
+    """Return the claims in the page's tables, and the tests that each claim names."""
     rows = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("|") and not line.startswith(("| ---", "| Sentence")):
@@ -265,7 +265,7 @@ def rows_of_page() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def in_file(path: Path) -> dict[str, bool]:
-    """Return the tests of a file, and whether each runs with ``full`` alone."""
+    """Return the tests of a file, and whether each of them runs only in full runs."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
         node.name: any("full" in ast.unparse(each) for each in node.decorator_list)

@@ -1,4 +1,4 @@
-"""The repairs in a fork of the whole of Megatron-core whose root package has another name."""
+"""The repairs in a complete fork of Megatron-core with another root package."""
 
 from __future__ import annotations
 

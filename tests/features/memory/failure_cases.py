@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: steps that fail, what is refused then, and training after a load."""
+"""Worker functions: steps that fail, operations refused afterwards, and training from a loaded state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ step = partial(jobs.step, gradients=drawn_gradients)
 
 
 class OutOfLuckError(Exception):
-    """What the injected failures raise."""
+    """Error raised by injected failures."""
 
 
 @contextlib.contextmanager
 def nth_call_fails(
     holder: Any, name: str, nth: int, counts: Callable[..., bool] = lambda *unused: True
 ) -> Iterator[None]:
-    """Replace a function by one that raises in its ``nth`` call, of those that ``counts`` is true for."""
+    """Make the ``nth`` call of a function raise; only calls for which ``counts`` is true count."""
     original, calls = getattr(holder, name), []
 
     def unlucky(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _before_anything(part: Any) -> Iterator[None]:
 
 
 def _at_update(nth: int, part: Any) -> Any:
-    """torch's Adam calls it once for each parameter, last."""
+    # torch's Adam calls addcdiv_ once per parameter, as its last operation.
     return nth_call_fails(torch.Tensor, "addcdiv_", nth)
 
 
@@ -63,7 +63,7 @@ def _before_the_copy_back(part: Any) -> Any:
 
 @contextlib.contextmanager
 def _in_the_copy_back(part: Any) -> Iterator[None]:
-    """The second parameter's; with shared storages the first change of form."""
+    """Fail in the second parameter's copy back, or in the first conversion of shared storages."""
     from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
     from mindspeed_dsa.megatron.optimizer import state_of
 
@@ -89,21 +89,21 @@ POINTS: dict[str, Callable[[Any], Any]] = {
 
 
 def after_failures(points: Sequence[str], **options: Any) -> dict[str, Any]:
-    """For each point: a step, a step that fails there, what then follows, and a step from a loaded state.
+    """Take a step, a step that fails, and follow-up steps, for each point of failure.
 
     Returns:
-        by point ``raised``; ``refused``, what a step and saving say; ``next``, what follows if nothing is
-        refused; ``loaded``, what follows from the state before the failure, loaded; by ``none`` what follows
-        without a failure.
+        dict from point to ``raised`` (error), ``refused`` (messages of a step and of saving), ``next``
+        (result after the failure if nothing is refused) and ``loaded`` (result from the loaded earlier
+        state). ``none`` has the result without a failure.
     """
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with contextlib.ExitStack() as started:
         for point in ("none", *points):
             job = build(**options)
             started.enter_context(mock.patch.object(jobs, "start"))  # once in a process
             step(job, 0)
-            found[point] = _outcome(job, point)
-    return found
+            outcomes[point] = _outcome(job, point)
+    return outcomes
 
 
 def _outcome(job: Job, point: str) -> dict[str, Any]:
@@ -117,23 +117,23 @@ def _outcome(job: Job, point: str) -> dict[str, Any]:
             step(job, 1)
         except OutOfLuckError as error:
             raised = type(error).__name__
-    found: dict[str, Any] = {"raised": raised}
+    result: dict[str, Any] = {"raised": raised}
     weights = jobs.digest(next(job.model.parameters()))
     saving = part.get_parameter_state_dp_zero if job.ddp.use_distributed_optimizer else part.state_dict
     before = part.optimizer.state_dict()["state"]
-    found["refused"] = [text for text in (error_of(partial(step, job, 2)), error_of(saving)) if text]
-    if found["refused"]:
+    result["refused"] = [text for text in (error_of(partial(step, job, 2)), error_of(saving)) if text]
+    if result["refused"]:
         assert jobs.digest(next(job.model.parameters())) == weights, "a refused step has written weights"
         assert len(before) == len(part.optimizer.state_dict()["state"])
     else:
-        found["next"] = {"record": step(job, 3), **state(job)}
+        result["next"] = {"record": step(job, 3), **state(job)}
     load(job, kept)
-    found["loaded"] = {"record": step(job, 1), **state(job)}
-    return found
+    result["loaded"] = {"record": step(job, 1), **state(job)}
+    return result
 
 
 def error_of(attempt: Callable[[], Any]) -> str:
-    """What it says if it refuses."""
+    """Return the RuntimeError's message, or an empty string."""
     try:
         attempt()
     except RuntimeError as error:
@@ -142,7 +142,7 @@ def error_of(attempt: Callable[[], Any]) -> str:
 
 
 def spoiled(**options: Any) -> dict[str, Any]:
-    """Weights, and what is refused, after changing to master form has failed."""
+    """Return the weights' state and the refusal after a conversion to master form has failed."""
     from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
 
     job = build(**options)
@@ -155,7 +155,7 @@ def spoiled(**options: Any) -> dict[str, Any]:
 
 
 def others_after_failure(**options: Any) -> dict[str, Any]:
-    """With the distributed optimizer: the part of a bucket that master form of this rank lay over."""
+    """Return the state of a distributed optimizer's bucket that the master form of this rank overlaid."""
     from mindspeed_dsa.megatron.optimizer import state_of
 
     job = build(**options)
@@ -172,7 +172,7 @@ def others_after_failure(**options: Any) -> dict[str, Any]:
 
 
 def saved(job: Job) -> dict[str, Any]:
-    """Weights, state dict and, with the distributed optimizer, the state of parameters: all copies."""
+    """Return copies of weights, state dict and, with the distributed optimizer, the parameter state."""
     (part,) = job.parts
     parameters = part.get_parameter_state_dp_zero() if job.ddp.use_distributed_optimizer else None
     weights = [parameter.detach() for parameter in job.model.parameters()]
@@ -180,7 +180,7 @@ def saved(job: Job) -> dict[str, Any]:
 
 
 def load(job: Job, kept: Mapping[str, Any]) -> None:
-    """The counterpart, the model first as Megatron does."""
+    """Load a :func:`saved` state, the model first as Megatron does."""
     kept = copy.deepcopy(kept)
     with torch.no_grad():
         for parameter, weight in zip(job.model.parameters(), kept["weights"], strict=True):
@@ -192,11 +192,11 @@ def load(job: Job, kept: Mapping[str, Any]) -> None:
 
 
 def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """State dicts, leaf by leaf and key by key in their order, at several moments of a training.
+    """Return the leaves of state dicts at several moments of a training, in key order.
 
     Args:
-        loaded: what :func:`saved` gave in another job; training goes on from it.
-        options: of the job.
+        loaded: result of :func:`saved` in another job, from which training resumes.
+        options: options of the job.
     """
     job = build(**options)
     (part,) = job.parts
@@ -223,7 +223,7 @@ def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict
 
 
 def leaves_of(value: Any, path: str = "", sort: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Every leaf with its path, type and, for tensors, all that can be told of them."""
+    """Yield every leaf with its path and type; for tensors also dtype, device, shape, strides and digest."""
     if isinstance(value, dict):
         yield path, "keys", sorted(map(repr, value)) if sort else list(map(repr, value))
         for key in sorted(value, key=repr) if sort else value:

@@ -1,6 +1,6 @@
-"""Every two memory features together: the same training as without any, or a refusal with its reason.
+"""All pairs of memory features: bit-identical to training without them, or refused with a reason.
 
-``python -m tests.features.memory.pairs`` tries all of them and writes the table of ``docs/design/memory.md``.
+``python -m tests.features.memory.pairs`` runs all pairs and writes the table of ``docs/design/memory.md``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.pool import WorkerPool
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "memory.md"
 BEGIN, END = "<!-- pairs:begin -->", "<!-- pairs:end -->"
-SMALL = {"swap_attention_min_bytes": 0}  # the tested model has no large tensors
+SMALL = {"swap_attention_min_bytes": 0}  # the test model has no large tensors
 FEATURES: dict[str, dict[str, Any]] = {
     "reuse-fp32-param": {"reuse_fp32_param": True},
     "recompute-activation-function": {"recompute_activation_function": True},
@@ -31,19 +31,19 @@ Pair = tuple[str, str]
 
 
 def pairs() -> list[Pair]:
-    """All of them, in the order of :data:`FEATURES`."""
+    """Return all pairs in the order of :data:`FEATURES`."""
     return list(combinations(FEATURES, 2))
 
 
 def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Ten steps of the tiny model, one skipped, in a worker: what there is to compare, or ``refused``."""
+    """Train ten steps in a worker, one of them skipped; return values to compare, or ``refused``."""
     from mindspeed_dsa import SettingsError
     from tests.support import memory_events
     from tests.support.optimizer_job import train
 
     with memory_events.counted() as counts:
         try:
-            # RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
+            # On a CPU, RMSNorm is several operations, so its recomputed gradient would round differently.
             norm = {"normalization": "LayerNorm"}
             result = train(switches=switches, distributed=True, skip=5, clip=0.5, overrides=norm)
         except SettingsError as error:
@@ -52,36 +52,36 @@ def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
-    """:data:`COMBINES`, or why the pair is refused.
+    """Return :data:`COMBINES`, or the reason why the pair is refused.
 
     Args:
-        pool: of workers.
-        pair: two of :data:`FEATURES`.
-        alone: what :func:`attempt` gives without any.
+        pool: pool of workers.
+        pair: two names of :data:`FEATURES`.
+        alone: result of :func:`attempt` without features.
 
     Raises:
-        AssertionError: it is neither refused nor the same training.
+        AssertionError: the pair is neither refused nor bit-identical.
     """
     switches = {name: value for each in pair for name, value in FEATURES[each].items()}
-    (found,) = pool.run(CASE, 1, switches=switches)
-    if "refused" in found:
-        return reason(found["refused"])
+    (result,) = pool.run(CASE, 1, switches=switches)
+    if "refused" in result:
+        return reason(result["refused"])
     for what in ("records", "weights", "masters", "moments"):
-        assert found[what] == alone[what], f"{' with '.join(pair)}: {what} differ"
+        assert result[what] == alone[what], f"{' with '.join(pair)}: {what} differ"
     for name, event in EVENTS.items():
-        assert (event in found["counts"]) == (name in pair), f"{' with '.join(pair)}: {event}?"
+        assert (event in result["counts"]) == (name in pair), f"{' with '.join(pair)}: {event}?"
         assert event not in alone["counts"]
     return COMBINES
 
 
 def reason(error: str) -> str:
-    """The sentence of a refusal, without what every refusal begins with."""
+    """Return the sentence of a refusal without the common beginning."""
     (line,) = [line.strip(" -") for line in error.splitlines()[1:]]
     return re.sub(r" \(switched on by API \(.*?\)\)", "", line)
 
 
 def table(outcomes: Mapping[Pair, str]) -> str:
-    """Markdown: who combines with whom, and the reasons of those that do not."""
+    """Return a Markdown table of the pairs, and the reasons of refusals."""
     names = list(FEATURES)
     reasons = list(dict.fromkeys(text for text in outcomes.values() if text != COMBINES))
     cells = {
@@ -100,7 +100,7 @@ def table(outcomes: Mapping[Pair, str]) -> str:
 
 
 def written() -> str:
-    """The table in the documentation."""
+    """Return the table in the documentation."""
     return DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
 
 
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def results(pool: WorkerPool) -> Iterator[tuple[Pair, str]]:
-    """Every pair and its outcome."""
+    """Yield every pair and its outcome."""
     (alone,) = pool.run(CASE, 1, switches={})
     for pair in pairs():
         yield pair, outcome(pool, pair, alone)

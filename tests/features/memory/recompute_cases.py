@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: steps with outputs recomputed, and what they hold in memory."""
+"""Worker functions: steps with recomputed outputs, and their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.memory.measure import allocations
 from tests.support import model as job
 
-PLAIN = {  # of DeepSeek's shape, what a stock GPT has not
+PLAIN = {  # a stock GPT without DeepSeek's attention and experts
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
     "num_moe_experts": None,
@@ -32,22 +32,22 @@ EXPERTS = {
 
 
 def drawing(x: Tensor) -> Tensor:
-    """An activation function that draws random numbers."""
+    """Activation function that draws random numbers."""
     return F.gelu(F.dropout(x, 0.3, training=True))
 
 
 def identity(x: Tensor) -> Tensor:
-    """Not a tensor of its own."""
+    """Activation function that returns its input."""
     return x
 
 
 def part(x: Tensor) -> Tensor:
-    """A tensor that covers a part of its memory."""
+    """Activation function whose output is a view of a larger tensor."""
     return torch.cat([F.gelu(x), x])[: len(x)]
 
 
 class Drifting:
-    """An activation function whose second call on the same input gives something else."""
+    """Activation function whose second call on the same input has another result."""
 
     def __init__(self, by: float) -> None:
         self._calls, self._by = 0, by
@@ -70,7 +70,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def built(
     overrides: Mapping[str, Any], activation: str = "silu", mtp: bool = False, stages: int = 1, **layout: Any
 ) -> tuple[Any, list[Any]]:
-    """Configuration and chunks of this rank, with weights that depend on their names alone."""
+    """Return the config and this rank's chunks, with weights that depend only on their names."""
     tp, pp = layout.get("tp", 1), layout.get("pp", 1)
     cfg = job.config(
         tensor_model_parallel_size=tp,
@@ -87,7 +87,7 @@ def built(
 
 
 def stock_gpt(cfg: Any, stage: int | None) -> Any:
-    """Multi-head attention, and dense MLPs or experts in every layer."""
+    """Return a GPT with multi-head attention, and with dense MLPs or experts in every layer."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     model = GPTModel(
@@ -113,11 +113,11 @@ def train(
     pp: int = 1,
     vpp: int | None = None,
 ) -> dict[str, Any]:
-    """A step of several microbatches on Megatron's schedule.
+    """Take a step of several microbatches with Megatron's schedule.
 
     Returns:
-        losses, gradients by name, the state of the generators after the step, calls of the activation
-        function, outputs that were discarded and how often random states were restored.
+        losses, gradients by name, random states after the step, and counts of activation calls, discarded
+        outputs and restored random states.
     """
     job.start(switches, tp=tp, pp=pp, vpp=vpp)
     cfg, chunks = built(overrides or {}, activation, mtp, stages=vpp or 1, tp=tp, pp=pp)
@@ -140,7 +140,7 @@ def train(
 
 @contextmanager
 def watched() -> Iterator[dict[str, int]]:
-    """Count how often memory of outputs is freed, and random states are restored."""
+    """Count freed outputs and restored random states."""
     from megatron.core.tensor_parallel import random
 
     counts = {"discarded": 0, "restored": 0}
@@ -164,16 +164,17 @@ def watched() -> Iterator[dict[str, int]]:
 def kept_bytes(
     switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, activation: str = "silu"
 ) -> dict[str, int]:
-    """What the allocator has handed out in one forward and not got back by the end of it, and the peak.
+    """Return the bytes held after one forward, and the peak of forward and backward.
 
     Returns:
-        ``forward``: bytes held when the loss is there; ``peak``: the most bytes held in forward and backward.
+        ``forward``: bytes held once the loss is computed.
+        ``peak``: most bytes held in forward and backward.
     """
     job.start(switches)
     _, (model,) = built(overrides or {}, activation)
     tokens = job.samples(4)
-    # Gradients and buffers are there from now on. The allocator reports releases by address, and what it saw
-    # allocated but not released stays in its list: everything released in a block must be allocated in one.
+    # The first pass allocates gradients and buffers. The profiler reports releases by address, and keeps
+    # unreleased allocations in its list, so everything released in a block must be allocated in that block.
     with allocations([0]):
         job.per_token_loss(model, tokens).sum().backward()
     held: list[int] = [0]
@@ -186,7 +187,7 @@ def kept_bytes(
 
 
 def drift(switches: Mapping[str, Any], by: float) -> float:
-    """A step of one MLP whose activation function is not what it was when it is computed again."""
+    """Take a step with one MLP whose recomputed activation differs from the first result."""
     job.start(switches)
     _, (model,) = built(
         {**PLAIN, "gated_linear_unit": False, "num_layers": 1, "activation_func": Drifting(by)}
@@ -197,7 +198,7 @@ def drift(switches: Mapping[str, Any], by: float) -> float:
 
 
 def without_gradients(switches: Mapping[str, Any]) -> dict[str, int]:
-    """Two forwards whose outputs have no backward: evaluation under no_grad, and with nothing to learn."""
+    """Run two forwards without backward: under no_grad, and with all parameters frozen."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     with watched() as counts:
@@ -208,7 +209,7 @@ def without_gradients(switches: Mapping[str, Any]) -> dict[str, int]:
 
 
 def checkpoints_on(switches: Mapping[str, Any]) -> list[str]:
-    """Features that change how Megatron's modules recompute outputs, with all patches in place."""
+    """Return the features that change Megatron's output recomputation, with all patches in place."""
     job.start(switches)
     from mindspeed_dsa import session
 
@@ -217,7 +218,7 @@ def checkpoints_on(switches: Mapping[str, Any]) -> list[str]:
 
 
 def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that outlives the feature: it is Megatron's, and so are its functions."""
+    """Check that a model outlives the feature and then uses Megatron's functions."""
     import megatron.core.transformer.mlp as mlp
     import megatron.core.transformer.transformer_layer as transformer_layer
     from megatron.core import tensor_parallel
@@ -262,11 +263,11 @@ _BUILT_IN = set(vars(torch.nn.Module()))
 
 
 def misuse(switches: Mapping[str, Any], how: str) -> None:
-    """What a recomputed output does not stand."""
+    """Use a recomputed output in an unsupported way."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     tokens = job.samples(2)[:, :-1]
-    # Of logits: Megatron's cross entropy stands no second backward either.
+    # Of logits, because Megatron's cross entropy does not support a second backward.
     loss = model(tokens, torch.arange(job.SEQUENCE).expand(2, -1), None).sum()
     if how == "twice":
         loss.backward(retain_graph=True)
@@ -276,7 +277,7 @@ def misuse(switches: Mapping[str, Any], how: str) -> None:
 
 
 def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Grouped experts, whose kernels run on GPUs alone, with matrix products in the kernels' place."""
+    """Run grouped experts with matrix products in place of their GPU kernels."""
     from megatron.core.transformer.moe import experts, grouped_gemm_util
 
     import mindspeed_dsa
@@ -302,7 +303,7 @@ def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
             from mindspeed_dsa.features.memory.recompute_outputs import activations
 
             activations._chosen[module] = "layer 1, mlp.experts"
-        found = {}
+        results = {}
         for counts in ([3, 0, 2, 4], [0, 0, 0, 0]):
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randn(sum(counts), 32, generator=generator).bfloat16().requires_grad_()
@@ -310,15 +311,15 @@ def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
             with watched() as seen:
                 output, _ = module(tokens, torch.tensor(counts), probs)
                 output.sum().backward()
-            found[str(counts)] = [output.detach(), tokens.grad, probs.grad, module.weight1.grad.clone()]
-            found[f"discarded {counts}"] = seen["discarded"]
-        found["own flag"] = module.activation_recompute
+            results[str(counts)] = [output.detach(), tokens.grad, probs.grad, module.weight1.grad.clone()]
+            results[f"discarded {counts}"] = seen["discarded"]
+        results["own flag"] = module.activation_recompute
     mindspeed_dsa.disable()
-    return found
+    return results
 
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[str, list[int]]:
-    """Numbers of this rank's layers whose outputs are recomputed, by feature."""
+    """Return the layers of this rank whose outputs are recomputed, by feature."""
     from mindspeed_dsa.features.memory.recompute_outputs import activations
     from mindspeed_dsa.features.memory.recompute_outputs import norms as recompute_norm
 
@@ -337,7 +338,7 @@ def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -
 
 
 def changed_norm_weight(switches: Mapping[str, Any], overrides: Mapping[str, Any] = PLAIN) -> None:
-    """A norm whose weight is not what it was when its output is computed again."""
+    """Change a norm's weight between forward and recomputation."""
     job.start(switches)
     _, (model,) = built(overrides)
     loss = job.per_token_loss(model, job.samples(2)).sum()

@@ -1,4 +1,4 @@
-"""Which layers of a pipeline stage a feature works in."""
+"""Layers of a pipeline stage in which a feature is active."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_dsa.features.memory.chosen_layers import chosen
 
 
 def test_layers_are_spread_over_chunks():
-    """Two chunks of three layers: 0 of both, then 1 of both, then 2 of both."""
+    """Three layers of two chunks: layer 0 of both chunks, then layer 1 of the first."""
     assert [chosen([3, 3], chunk, 3) for chunk in (0, 1)] == [[0, 1], [0]]
     assert [chosen([3, 3], chunk, None) for chunk in (0, 1)] == [[0, 1, 2], [0, 1, 2]]
     assert [chosen([3, 3], chunk, 0) for chunk in (0, 1)] == [[], []]
@@ -23,14 +23,14 @@ def test_layers_recomputed_in_full_do_not_count():
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 30), st.integers(0, 7))
 def test_as_many_layers_as_asked_for_and_evenly(layers, wanted, in_full):
-    found = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]
+    by_chunk = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]
     left = [max(count - in_full, 0) for count in layers]
-    assert sum(map(len, found)) == min(wanted, sum(left))
-    for positions, count in zip(found, left, strict=True):
+    assert sum(map(len, by_chunk)) == min(wanted, sum(left))
+    for positions, count in zip(by_chunk, left, strict=True):
         assert positions == list(range(in_full, in_full + len(positions)))
-        # No chunk has two more than another one that has layers left.
+        # No chunk has two layers more than another chunk with layers left.
         assert all(
             len(positions) <= len(other) + 1 or len(other) == room
-            for other, room in zip(found, left, strict=True)
+            for other, room in zip(by_chunk, left, strict=True)
         )
         assert len(positions) <= count

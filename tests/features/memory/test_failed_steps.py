@@ -1,4 +1,4 @@
-"""A step that fails leaves what stock's leaves, bit for bit, or an optimizer that refuses to go on."""
+"""A failed step leaves the same state as stock, bit for bit, or an optimizer that refuses to continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SWAP = {"swap_optimizer": True}
 VIRTUAL = {"virtual_optimizer": ["all"]}
 FLOAT32 = {"precision": "fp32"}
 ALL = tuple(POINTS)
-UPDATES = ALL[: ALL.index("before the copy back")]  # with float32 weights nothing is copied back
+UPDATES = ALL[: ALL.index("before the copy back")]  # with fp32 weights nothing is copied back
 NOTHING_WRITTEN = {"before anything"}
 
 
@@ -75,7 +75,7 @@ def test_a_change_of_form_that_fails_leaves_no_weights_to_go_on_with(pool):
 
 
 def test_weights_of_other_ranks_are_not_gone_on_with(pool):
-    """Master form lies over them, so that a failure before anything is updated loses them."""
+    # Master form overlays other ranks' weights, so even an early failure loses them.
     for found in pool.run(f"{CASES}:others_after_failure", 2, switches=REUSE, **DISTRIBUTED):
         assert (found["own"], found["others"]) == (False, True)
         assert found["refused"].startswith("reuse-fp32-param: a step of this optimizer failed")
@@ -84,12 +84,12 @@ def test_weights_of_other_ranks_are_not_gone_on_with(pool):
 @pytest.mark.full
 @pytest.mark.parametrize("options", [PLAIN, DISTRIBUTED], ids=["plain", "distributed"])
 def test_kernels_that_fail_in_the_middle(pool, options):
-    """They update parameters in an order of their own, so that what they leave is not what stock leaves."""
+    # Kernels update parameters in another order, so a failure leaves another state than stock.
     kernels = "tests.features.memory.virtual_optimizer.kernel_cases"
-    (found,) = pool.run(f"{kernels}:after_failure", 1, switches=VIRTUAL, **options)
+    (result,) = pool.run(f"{kernels}:after_failure", 1, switches=VIRTUAL, **options)
     (whole,) = pool.run(f"{kernels}:train", 1, switches=VIRTUAL, steps=2, **options)
-    for refusal in found["refused"]:
+    for refusal in result["refused"]:
         assert refusal.startswith("virtual-optimizer: a step of this optimizer failed in the middle")
-    assert found["record"] == whole["records"][1]
+    assert result["record"] == whole["records"][1]
     for what in ("weights", "masters", "moments"):
-        assert found[what] == whole[what]
+        assert result[what] == whole[what]

@@ -1,4 +1,4 @@
-"""Moments in places of this library's choice, without Megatron."""
+"""Moments in preallocated places, without Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reuse-fp32-param, swap-optimizer and virtual-optimizer have in common, each by itself."""
+"""Common properties of reuse-fp32-param, swap-optimizer and virtual-optimizer, each by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.optimizer_training import (
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A feature, where its state is, and the bytes per parameter that the device and the host have of it."""
+    """A feature, the place of its state, and its bytes per parameter on device and host."""
 
     feature: Feature
     switches: Mapping[str, Any]
@@ -55,7 +55,7 @@ FROM_STATE_DICT = {"from_state_dict": True}
 
 
 def of_each(of: Mapping[Case, Iterable[Any]], parameters: Callable[..., Iterable[Any]] = list) -> list[Any]:
-    """``parameters(...)`` of what each case has in ``of``."""
+    """Return pytest parameters of each case with ``parameters(...)`` of its entry in ``of``."""
     return [
         pytest.param(case, *each.values, id=f"{case}, {each.id}", marks=each.marks)
         for case, given in of.items()
@@ -69,7 +69,7 @@ def named(layout: tuple[int, Mapping[str, Any]]) -> str:
 
 
 def these(*quick: tuple[int, Any], full: Iterable[tuple[int, Any]] = ()) -> list[Any]:
-    """Ranks and options as parameters for pytest."""
+    """Return ranks and options as pytest parameters."""
     return [
         *(pytest.param(*each, id=named(each)) for each in quick),
         *(pytest.param(*each, id=named(each), marks=pytest.mark.full) for each in full),
@@ -163,7 +163,7 @@ def test_rows_are_those_of_the_methods_that_the_feature_overrides(case):
     assert issubclass(state, OptimizerState)
     methods = [name.removeprefix("wrap_") for name in vars(OptimizerState) if name.startswith("wrap_")]
     overridden = {name for name in methods if getattr(state, name) is not getattr(OptimizerState, name)}
-    # The check for whole steps comes with the row.
+    # The check for complete steps comes with the patch row.
     assert overridden <= {method for _, method in rows} <= {*overridden, "before_grads"}
 
 

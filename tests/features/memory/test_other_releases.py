@@ -1,4 +1,4 @@
-"""What only some releases of Megatron-core have, and memory features do not combine with."""
+"""Features of some Megatron-core releases that memory features do not combine with."""
 
 from __future__ import annotations
 

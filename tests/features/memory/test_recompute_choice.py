@@ -1,4 +1,4 @@
-"""Which layers recompute, and what recomputing cannot be combined with."""
+"""Layers that recompute, and settings that do not combine with recomputation."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_combinations_that_are_refused(arguments, says):
 @pytest.mark.parametrize("engine", [False, True], ids=["without Transformer Engine", "with it"])
 @pytest.mark.parametrize("module", ["layernorm", "moe_act", "gdn_norm_out", "gdp_qkv"])
 def test_modules_that_need_the_checkpoint(monkeypatch, module, engine):
-    """Megatron's own runs with Transformer Engine, in fp8 too, and is then left alone."""
-    found = importlib.util.find_spec
+    # With Transformer Engine, Megatron's own checkpoint runs, also in fp8, and is kept.
+    original = importlib.util.find_spec
     monkeypatch.setattr(
         "mindspeed_dsa.features.memory.recompute_outputs.feature.find_spec",
-        lambda name: object() if engine and name == "transformer_engine" else found(name),
+        lambda name: object() if engine and name == "transformer_engine" else original(name),
     )
     args = SimpleNamespace(
         recompute_granularity="selective", recompute_modules=["core_attn", module], recompute_verify=False
@@ -97,7 +97,7 @@ def test_megatrons_own_module_for_the_same_thing_is_refused(check, module):
     args = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn", module])
     (problem,) = check(args)
     assert f"drop {module}" in problem
-    args.recompute_granularity = None  # the modules have no effect then
+    args.recompute_granularity = None  # the modules have no effect without selective recomputation
     assert check(args) == []
 
 
@@ -141,14 +141,14 @@ def test_a_model_without_megatrons_parser_is_refused_when_it_is_built(pool):
 
 
 def test_recomputing_beside_megatrons_own(pool):
-    """Full recompute of the first layer, ours in the second; Megatron's of the whole MLP, ours of experts."""
+    # Full recomputation of layer 1 with ours in layer 2; Megatron's for the MLP with ours in experts.
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "shared_experts"]}
     for overrides, discarded in ((block, 3 * (4 + 1)), (modules, 3 * 4)):
         (plain,) = pool.run(f"{CASES}:train", 1, switches={}, overrides=overrides)
-        (found,) = pool.run(
+        (recomputed,) = pool.run(
             f"{CASES}:train", 1, switches={"recompute_activation_function": True}, overrides=overrides
         )
-        assert found["discarded"] == discarded
+        assert recomputed["discarded"] == discarded
         for name, gradient in plain["gradients"].items():
-            assert (found["gradients"][name] == gradient).all(), name
+            assert (recomputed["gradients"][name] == gradient).all(), name

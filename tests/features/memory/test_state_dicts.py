@@ -1,4 +1,4 @@
-"""State dicts in the middle of training are stock's, key by key and bit by bit, and can be exchanged."""
+"""State dicts during training equal stock's, key by key and bit by bit, and can be exchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_state_dicts_are_stocks_and_load_into_each_other(pool, options, features
         having = run(pool, switches=switches, **options)
         assert_same(having, stock)
         assert_same(run(pool, switches=switches, loaded=stock["saved"], **options), resumed)
-        # What stock would load is what it loaded above.
+        # The state that stock loaded above.
         assert list(leaves_of(having["saved"])) == list(leaves_of(stock["saved"]))
 
 
@@ -52,7 +52,7 @@ def test_state_dicts_are_stocks_and_load_into_each_other(pool, options, features
 @pytest.mark.parametrize(("options", "features"), OPTIMIZERS)
 def test_parameters_without_elements(pool, options, features):
     stock = run(pool, switches=OFF, empty=True, **options)
-    # With sharding, Megatron gives its optimizer no parameter without elements.
+    # With sharding, Megatron's optimizer gets no parameter without elements.
     assert ((0, 8) in shapes(stock)) == (options is not DISTRIBUTED)
     for switches in features:
         having = run(pool, switches=switches, empty=True, **options)

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: DDP and FSDP2 side by side, and checkpoints from one to the other."""
+"""Worker functions: DDP and FSDP2 on the same steps, and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.model import DSA_ON, gpt_model, start
 from tests.support.optimizer_job import PLAIN, assemble, load_from, master_value, save_to, state, step
 
 WAY = "fully_reshardable"
-# A router of six rows, which have no quarters, and norms of nineteen weights, which have no halves.
+# The router has six rows, which four ranks do not divide; norms have nineteen weights, which two do not.
 ODD = {"num_moe_experts": 6, "kv_lora_rank": 19, "num_layers": 1, "moe_layer_freq": 1}
 JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 
@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 def life(
     folder: str, sharding_size: int | None, ep: int = 2, num_experts: int = 6, **switches: Any
 ) -> dict[str, Any]:
-    """Steps of both, a checkpoint of DDP's into FSDP2, on from there, back into DDP, and resumed."""
+    """Take steps with both, and save and load: DDP to FSDP2, FSDP2 to DDP, and FSDP2 to a new FSDP2 job."""
     start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size, **switches}, ep=ep)
     job = _job(ep, switches)
     job["overrides"]["num_moe_experts"] = num_experts
@@ -35,7 +35,7 @@ def life(
     records = [(step(ddp, 0), step(sharded, 0))]
     from_ddp, from_fsdp2 = (_made(Path(folder, name)) for name in ("ddp", "fsdp2"))
     save_to(ddp, PLAIN, from_ddp)
-    step(sharded, 7)  # everything is something else before it is loaded
+    step(sharded, 7)  # makes all state differ before it is loaded
     load_from(sharded, PLAIN, from_ddp)
     unequal = {"ddp to fsdp2": differing(ddp, sharded)}
     records.append((step(ddp, 1), step(sharded, 1)))
@@ -48,27 +48,32 @@ def life(
     unequal["resumed"] = [] if step(resumed, 2) == step(sharded, 2) else ["record"]
     unequal["resumed"] += differing(resumed, sharded)
     whole, pieces = zip(*pairs(ddp, sharded), strict=True)
-    experts = [each for name, each in sharded.model.named_parameters() if ".experts." in name]
+    experts = [parameter for name, parameter in sharded.model.named_parameters() if ".experts." in name]
     dense = [
-        piece for piece in pieces if isinstance(piece, DTensor) and not any(piece is each for each in experts)
+        piece
+        for piece in pieces
+        if isinstance(piece, DTensor) and not any(piece is expert for expert in experts)
     ]
     return {
         "records": records,
         "unequal": unequal,
         "contents": [_contents(folder) for folder in (from_ddp, from_fsdp2)],
-        "share": sum(each._local_tensor.numel() for each in dense) / sum(each.numel() for each in dense),
-        "dims": {each.placements[-1].dim for each in dense},
-        "experts": {_cut(each) for each in experts},
-        "bytes of experts": sum(local_of(each).nbytes for each in experts)
-        / sum(each.nbytes for each in experts),
+        "share": sum(weight._local_tensor.numel() for weight in dense)
+        / sum(weight.numel() for weight in dense),
+        "dims": {weight.placements[-1].dim for weight in dense},
+        "experts": {_cut(expert) for expert in experts},
+        "bytes of experts": sum(local_of(expert).nbytes for expert in experts)
+        / sum(expert.nbytes for expert in experts),
         "whole": sum(not isinstance(piece, DTensor) for piece in pieces),
         "of": len(whole),
-        "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],
+        "units": [
+            type(module).__name__ for module in sharded.model.modules() if isinstance(module, FSDPModule)
+        ],
     }
 
 
 def _cut(parameter: Any) -> tuple[int, int]:
-    """Dimension and number of pieces; of what is whole, of none."""
+    """Return the sharded dimension and the number of shards, ``(-1, 1)`` for an unsharded parameter."""
     from mindspeed_dsa.parallel.local_shards import cut_of
 
     if not isinstance(parameter, DTensor):
@@ -83,23 +88,25 @@ def _job(ep: int, switches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def idle_experts(**switches: Any) -> dict[str, Any]:
-    """Two steps of both, in the first of which all tokens go to the same two experts; EP2 on four ranks."""
+    """Take two steps with both; in the first, all tokens go to the same two experts. EP2 on four ranks."""
     start({"use_torch_fsdp2": True, **switches}, ep=2)
     job = _job(2, switches)
     both = assemble(**job, clip=0.1), assemble(**job, clip=0.1, fsdp2=True)
-    for each in both:
-        for name, parameter in each.model.named_parameters():
+    for variant in both:
+        for name, parameter in variant.model.named_parameters():
             if "router.weight" in name:
                 local_of(parameter.detach()).zero_()
-        each.optimizer.reload_model_params()  # master weights are copies
-    first = [step(each, 0) for each in both]
+        variant.optimizer.reload_model_params()  # master weights are copies of the router weights
+    first = [step(variant, 0) for variant in both]
     _, experts = both[1].parts
-    moments = [local_of(each["exp_avg"]).count_nonzero().item() for each in experts.optimizer.state.values()]
-    return {"records": [first, [step(each, 1) for each in both]], "moments": moments}
+    moments = [
+        local_of(state["exp_avg"]).count_nonzero().item() for state in experts.optimizer.state.values()
+    ]
+    return {"records": [first, [step(variant, 1) for variant in both]], "moments": moments}
 
 
 def late_gradients() -> str:
-    """Return the error of a first step in which FSDP2 no longer reduces behind a unit's backward."""
+    """Return the error of a first step in which FSDP2 reduces no gradients after a unit's backward."""
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)
     with mock.patch.object(FSDPParamGroup, "post_backward"):
@@ -111,13 +118,13 @@ def late_gradients() -> str:
 
 
 def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
-    """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
+    """Load the distributed optimizer's checkpoint into FSDP2, and FSDP2's into the distributed optimizer."""
     start({"use_torch_fsdp2": True, **switches}, ep=2)
     job = {**_job(2, switches), "precision": precision}
     whole, sharded = assemble(**job, distributed=True), assemble(**job, fsdp2=True)
     for number in range(2):
         step(whole, number)
-        step(sharded, 7)  # everything is something else before it is loaded
+        step(sharded, 7)  # makes all state differ before it is loaded
     folders = [_made(Path(folder, name)) for name in ("first", "second", "third", "slices")]
     first, second, third, slices = folders
     save_to(whole, WAY, first)
@@ -127,7 +134,9 @@ def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     load_from(again, WAY, second)
     save_to(again, WAY, third)
     before, refused = state(sharded), ""
-    if not switches.get("moe_grouped_gemm"):  # which refuses to save it
+    if not switches.get(
+        "moe_grouped_gemm"
+    ):  # the distributed optimizer cannot save grouped experts in this format
         save_to(whole, "dp_reshardable", slices)
         try:
             load_from(sharded, "dp_reshardable", slices)
@@ -144,7 +153,7 @@ def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
 
 
 def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, Any]:
-    """Saved and resumed with two stages, of which the first has no experts; gradients are drawn."""
+    """Save and resume with two stages, the first without experts, and random gradients."""
     start({"use_torch_fsdp2": True, **switches}, pp=2, ep=2)
     overrides = {
         "pipeline_model_parallel_size": 2,
@@ -167,7 +176,7 @@ def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, 
 
 
 def stages_of_ddp(folder: str) -> list[str]:
-    """The same of plain DDP's in a job without the feature, in FSDP2: what is not equal there."""
+    """Load plain DDP's checkpoint of two stages into FSDP2; return the keys that differ."""
     import mindspeed_dsa
 
     start(pp=2, ep=2)
@@ -201,7 +210,7 @@ def _step_with_drawn_gradients(job: Any, number: int) -> float:
 
 
 def _unequal(one: str, other: str) -> list[str]:
-    """Keys of tensors that two checkpoints do not have alike, bit for bit."""
+    """Return the keys of tensors that are not bit-identical in two checkpoints."""
     from megatron.core import dist_checkpointing
 
     first, second = (dist_checkpointing.load_plain_tensors(folder) for folder in (one, other))
@@ -223,36 +232,40 @@ def _contents(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def pairs(one: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters of two jobs with the same model."""
+    """Yield pairs of the parameters of two jobs with the same model."""
     yield from zip(one.model.parameters(), other.model.parameters(), strict=True)
 
 
 def differing(whole: Any, sharded: Any) -> list[str]:
-    """Weights, master weights, moments and steps that are not, bit for bit, pieces of the others."""
-    found = []
+    """Return the names of weights, master weights, moments and steps that differ from the other job's
+    shard.
+    """
+    differences = []
     for index, (theirs, ours) in enumerate(pairs(whole, sharded)):
-        found += [f"weight {index}"] if not same(theirs, ours) else []
+        differences += [f"weight {index}"] if not same(theirs, ours) else []
     for first, second in zip(whole.parts, sharded.parts, strict=True):
         mains = [
             [p for group in part.optimizer.param_groups for p in group["params"]] for part in (first, second)
         ]
         for index, (theirs, ours) in enumerate(zip(*mains, strict=True)):
             states = first.optimizer.state[theirs], second.optimizer.state[ours]
-            # Where state is on the host, its tensors are this rank's pieces.
+            # State on the host is stored as this rank's shard.
             pair = master_value(first, theirs), master_value(second, ours)
-            found += [f"master {index}"] if not same(*pair, ours) else []
+            differences += [f"master {index}"] if not same(*pair, ours) else []
             assert states[0].keys() == states[1].keys()
-            found += [f"{key} {index}" for key in states[0] if not same(states[0][key], states[1][key], ours)]
-    return found
+            differences += [
+                f"{key} {index}" for key in states[0] if not same(states[0][key], states[1][key], ours)
+            ]
+    return differences
 
 
 def same(whole: Tensor, piece: Tensor, parameter: Tensor | None = None) -> bool:
-    """Whether ``piece`` is that of ``whole``; ``parameter`` is cut in the same way, if it has dimensions."""
+    """Whether ``piece`` equals this rank's shard of ``whole``, sharded as ``parameter`` is."""
     return torch.equal(local_of(piece), _piece(whole, piece if parameter is None else parameter))
 
 
 def _piece(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's piece of what is as large as a parameter, cut as the parameter is."""
+    """Return this rank's shard of a tensor with a parameter's shape."""
     theirs = local_of(whole)
     if isinstance(parameter, DTensor) and theirs.shape == parameter.shape:
         from mindspeed_dsa.parallel.local_shards import cut_of
@@ -263,7 +276,7 @@ def _piece(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def refusal(**switches: Any) -> str:
-    """What building the wrapper says."""
+    """Return the error of building the wrapper, or an empty string."""
     start({"use_torch_fsdp2": True, **switches})
     try:
         assemble(fsdp2=True)
@@ -273,11 +286,12 @@ def refusal(**switches: Any) -> str:
 
 
 def indexers_alone(stage: str, **switches: Any) -> dict[str, Any]:
-    """Two steps of both, of a model of which layers are frozen beside their indexers.
+    """Take two steps with both, with layers frozen except for their indexers.
 
     Args:
-        stage: of DSA's training; in the warm-up it freezes all layers, else the embedding and the first one.
-        **switches: of further features.
+        stage: DSA stage. The warm-up freezes all layers; otherwise the embedding and the first layer are
+            frozen.
+        **switches: further feature switches.
     """
     start({"use_torch_fsdp2": True, "dsa_stage": stage, **switches})
 
@@ -291,12 +305,13 @@ def indexers_alone(stage: str, **switches: Any) -> dict[str, Any]:
 
     with mock.patch("tests.support.optimizer_job.gpt_model", model):
         both = assemble(precision="fp32"), assemble(precision="fp32", fsdp2=True)
-    before = [each.detach().clone() for each in both[0].model.parameters()]
-    records = [[step(each, number) for each in both] for number in range(2)]
+    # Copies, because the optimizer updates the parameters in place.
+    before = [parameter.detach().clone() for parameter in both[0].model.parameters()]
+    records = [[step(variant, number) for variant in both] for number in range(2)]
     changed = [
         name
-        for (name, each), first in zip(both[0].model.named_parameters(), before, strict=True)
-        if not torch.equal(each, first)
+        for (name, parameter), first in zip(both[0].model.named_parameters(), before, strict=True)
+        if not torch.equal(parameter, first)
     ]
     unequal = [
         name

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: FSDP2 with what moves, frees or recomputes memory."""
+"""Worker functions: FSDP2 with features that move, free or recompute memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.model import start
 from tests.support.optimizer_job import Job, assemble, places, state, step
 
 STEPS = 3
-# RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
+# On a CPU, RMSNorm is several operations, so its recomputed gradient would round differently.
 OVERRIDES = {"num_moe_experts": 6, "kv_lora_rank": 19, "normalization": "LayerNorm"}
 
 
 def train(switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Steps beside FSDP2: what there is to compare, or ``refused``."""
+    """Take steps with FSDP2 and memory features; return values to compare, or ``refused``."""
     from mindspeed_dsa import SettingsError
 
     shards: list[Any] = []
@@ -48,7 +48,7 @@ def train(switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
 
 @contextmanager
 def _watched(counts: Counter[str], shards: list[Any]) -> Iterator[None]:
-    """Count passes of layers that know the one below, whose tensors they fetch ahead, and moved weights."""
+    """Count layer passes that prefetch the layer below, and gathered weights that are moved."""
     from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
 
@@ -71,11 +71,11 @@ def _watched(counts: Counter[str], shards: list[Any]) -> Iterator[None]:
 
 
 def _bytes_of_state(job: Job) -> float:
-    """Bytes of master weights and moments on the device, for each number of this rank's pieces."""
+    """Return bytes of master weights and moments on the device, per element of this rank's shards."""
     tensors, count = [], 0
     for part in job.parts:
-        for main in (each for group in part.optimizer.param_groups for each in group["params"]):
+        for main in (master for group in part.optimizer.param_groups for master in group["params"]):
             moments = (part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))
-            tensors += [local_of(each) for each in (main, *moments)]
+            tensors += [local_of(tensor) for tensor in (main, *moments)]
             count += local_of(main).numel()
-    return storage_bytes(each for each in tensors if not host_pool.shared.holds(each)) / count
+    return storage_bytes(tensor for tensor in tensors if not host_pool.shared.holds(tensor)) / count

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: sharded weights in a schedule of pairs, EP2 without a pipeline."""
+"""Worker functions: sharded weights with forward and backward in pairs, EP2 without a pipeline."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support import optimizer_job
 from tests.support.model import gpt_model, per_token_loss, samples, start
 
 STEPS, MICROBATCHES = 3, 3
-# With the layer of multi-token prediction three: both directions run the second one at a time. That layer
-# calls the embedding once more, between parts of others.
+# With the multi-token prediction layer there are three layers, and both directions run the second one at a
+# time. That layer calls the embedding once more, between parts of other layers.
 MODEL = {"num_layers": 2, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 
@@ -33,14 +33,15 @@ def train(
     fails: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Steps with an optimizer that clips, and an evaluation before the last.
+    """Take steps with an optimizer that clips, and evaluate before the last one.
 
     Args:
-        switches: of features.
+        switches: feature switches.
         precision: ``fp32`` or ``bf16``.
-        late: leave it to the feature when weight gradients are computed; else that is in backward.
-        fails: the first step fails when some gradients wait to be computed, and is begun again.
-        overrides: of the model.
+        late: whether the feature decides when weight gradients are computed; otherwise they are computed in
+            backward.
+        fails: whether the first step fails while some weight gradients are deferred, and is repeated.
+        overrides: config fields that differ from the model's.
     """
     start({"use_torch_fsdp2": True, **switches}, ep=2)
     events = _Events()
@@ -67,7 +68,7 @@ def train(
 
 
 def _failed(job: Any) -> int:
-    """Gradients that waited when a step failed."""
+    """Run a step that fails; return the number of weight gradients deferred at that time."""
     waiting: list[int] = []
     run = delayed.Late.run
 
@@ -87,7 +88,7 @@ def _failed(job: Any) -> int:
 
 
 class _Events:
-    """Gathers and reductions by unit, and what was there when delayed gradients were computed."""
+    """Records gathers and reductions per unit, and memory when deferred gradients are computed."""
 
     def __init__(self) -> None:
         self.gathers: Counter[str] = Counter()
@@ -104,7 +105,7 @@ class _Events:
     @contextmanager
     def recorded(self, job: Any) -> Iterator[None]:
         self._units = [
-            each for module in job.model.modules() for each in vars(module).values() if isinstance(each, Unit)
+            unit for module in job.model.modules() for unit in vars(module).values() if isinstance(unit, Unit)
         ]
         gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
         add = WeightGradient.add
@@ -122,9 +123,11 @@ class _Events:
 
         def added(gradient: Any, *args: Any) -> None:
             for unit in self._units:
-                if any(gradient._weight is each for each in _weights(unit)):
+                if any(gradient._weight is weight for weight in _weights(unit)):
                     self.late[_unit_name(_groups(unit)[0].fsdp_params[0])] += 1
-                    self.alive.append(storage_bytes(each for one in self._units for each in _weights(one)))
+                    self.alive.append(
+                        storage_bytes(weight for one in self._units for weight in _weights(one))
+                    )
             add(gradient, *args)
 
         with (
@@ -149,7 +152,9 @@ def _weights(unit: Any) -> list[Tensor]:
 
 
 def _unit_name(parameter: Any) -> str:
-    """``decoder.layers.0``, ``embedding``, ``output_layer``; of what is left, ``rest``."""
+    """Return the unit of a parameter: ``decoder.layers.0``, ``embedding``, ``output_layer``, else
+    ``rest``.
+    """
     parts = parameter._param_fqn.removeprefix("module.").split(".")
     if parts[0] in ("embedding", "output_layer"):
         return str(parts[0])

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: units of plain torch, with their events in order."""
+"""Worker functions: FSDP2 units of plain torch modules, with their events in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = 5
 
 
 class Stack(nn.Module):
-    """Units of six features on one side: no number of rows or columns that four divides."""
+    """Model whose last unit has six features, so four ranks divide neither its rows nor its bias."""
 
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _gathers() -> Any:
 
 
 def recompute() -> int:
-    """Gathers of a step whose layers each run again in backward."""
+    """Return the number of gathers in a step in which every layer is recomputed in backward."""
     model = Stack(recomputed=True)
     _shard(model, ahead=1)
     with _gathers() as gather:
@@ -62,9 +62,9 @@ def recompute() -> int:
 
 
 def two_microbatches() -> int:
-    """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
+    """Return the number of gathers in two forwards followed by two backwards, as in a pipeline."""
     model = Stack()
-    model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
+    model.last = nn.Identity()  # The root unit would run between the microbatches, so it gets no parameters.
     _shard(model, ahead=1)
     with _gathers() as gather:
         losses = [model(torch.randn(3, 8)).sum() for _ in range(2)]
@@ -74,7 +74,7 @@ def two_microbatches() -> int:
 
 
 def evaluate() -> list[bool]:
-    """Whether parameters are shards after a forward pass alone, where weights are kept for backward."""
+    """Return whether parameters are shards after an evaluation, although backward keeps weights gathered."""
     model = Stack()
     placements = _shard(model, ahead=1, reshard=False)
     with torch.no_grad():
@@ -84,7 +84,9 @@ def evaluate() -> list[bool]:
 
 
 def train(ahead: int) -> dict[str, Any]:
-    """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
+    """Take a step with and without shards; return events, gradient errors, cuts and the peak of gathered
+    units.
+    """
     whole, model = Stack(), Stack()
     placements = _shard(model, ahead)
     units, mesh = list(model.layers), dist.group.WORLD
@@ -109,11 +111,11 @@ def train(ahead: int) -> dict[str, Any]:
         wait(self)
         if waits:
             events.append(f"use {names[id(self)]}")
-        held = sum(each.is_unsharded for each in all_groups)
+        held = sum(group.is_unsharded for group in all_groups)
         peak = max(peak, held)
 
     def reduce(parameters: Any, *args: Any) -> Any:
-        (group,) = (each for each in all_groups if parameters[0] in each.fsdp_params)
+        (group,) = (candidate for candidate in all_groups if parameters[0] in candidate.fsdp_params)
         events.append(f"reduce {names[id(group)]}")
         return start(parameters, *args)
 
@@ -132,7 +134,8 @@ def train(ahead: int) -> dict[str, Any]:
     for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert ours.grad is not None
         if ours not in placements and not hasattr(ours, "placements"):
-            errors[name] = float((ours.grad - theirs.grad).abs().max())  # its own, for the caller to reduce
+            # An unsharded gradient, which the caller has to reduce.
+            errors[name] = float((ours.grad - theirs.grad).abs().max())
             continue
         dist.all_reduce(theirs.grad)
         errors[name] = float((ours.grad.full_tensor() - theirs.grad / mesh.size()).abs().max())
@@ -143,7 +146,7 @@ def train(ahead: int) -> dict[str, Any]:
 
 
 class Mixed(nn.Module):
-    """On two ranks: a large weight, a small one, and one that is cut on its columns."""
+    """Module with a large weight, a small one, and one that two ranks cut by columns."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -156,7 +159,7 @@ class Mixed(nn.Module):
 
 
 def _mixed(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the model, and what looks at its first gradients."""
+    """Return the model, and the check of its first gradients."""
     from mindspeed_dsa.features.data_parallel.fsdp2 import shards
 
     model = Mixed(dtype)
@@ -167,7 +170,7 @@ def _mixed(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def renamed() -> dict[str, str]:
-    """What is said of private names of FSDP2's that are not what they were, by what has become of them."""
+    """Return errors about private FSDP2 names that changed, by kind of change."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     from mindspeed_dsa.features.data_parallel.fsdp2 import pairs
@@ -202,11 +205,11 @@ def renamed() -> dict[str, str]:
 
 
 def first_gradients() -> dict[str, str]:
-    """What is said after the first backward, by what FSDP2 no longer does."""
+    """Return the errors after the first backward, by FSDP2 behaviour that is missing."""
     from mindspeed_dsa.features.data_parallel.fsdp2 import shards
     from mindspeed_dsa.patches.errors import SettingsError
 
-    # Stand for what nobody calls or reads any more.
+    # Stand-ins for private functions that a newer FSDP2 no longer calls, or whose result it ignores.
     def reduces_nothing(self: Any, *unused: Any) -> None: ...
 
     def has_no_effect(dtype: torch.dtype, groups: Any) -> None: ...
@@ -220,7 +223,7 @@ def first_gradients() -> dict[str, str]:
         said[what] = ""
         with change:
             model, first = _mixed(torch.bfloat16)
-            first.check()  # nothing is there yet
+            first.check()  # no gradients yet
             model(torch.ones(5, 192, dtype=torch.bfloat16)).float().square().sum().backward()
             try:
                 first.check()
@@ -230,7 +233,7 @@ def first_gradients() -> dict[str, str]:
 
 
 class Written(TorchDispatchMode):
-    """Elements that operators write to memory that they are given."""
+    """Counts elements that operators write to memory passed as an argument."""
 
     elements = 0
 
@@ -248,10 +251,10 @@ class Written(TorchDispatchMode):
 
 
 def copy_out() -> dict[str, Any]:
-    """Weights and passes over them, out of FSDP2's buffer."""
+    """Compare stock and one-pass copy-out of FSDP2's gather buffer: weights, and passes over them."""
     from mindspeed_dsa.features.data_parallel.fsdp2.copy_out import in_one_pass
 
-    plain, found = Mixed(torch.float32), {}
+    plain, results = Mixed(torch.float32), {}
     stock = _fsdp_param_group.foreach_all_gather_copy_out
     for name, function in (("FSDP2", stock), ("one pass", in_one_pass(stock))):
         model, _ = _mixed(torch.float32)
@@ -260,11 +263,11 @@ def copy_out() -> dict[str, Any]:
             group.unshard()
             with Written() as written:
                 group.wait_for_unshard()
-            found[name] = {
+            results[name] = {
                 "written": written.elements / sum(each.numel() for each in plain.parameters()),
                 "weight": torch.equal(model.linear.weight, plain.linear.weight),
                 "odd": torch.equal(model.odd, plain.odd),
                 "bias": torch.equal(model.linear.bias, plain.linear.bias),
             }
             model.reshard()
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""FSDP2 of a tiny model in bf16 with experts: sums, norms, shards and checkpoints."""
+"""FSDP2 with a tiny bf16 model with experts: sums, norms, shards and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ GROUPED = {**EXPERTS, "moe_grouped_gemm": True}
         pytest.param(4, 2, None, {**GROUPED, **SWAPPED}, (2, 2), marks=pytest.mark.full),
         pytest.param(4, 1, 2, GROUPED, (0, 2), marks=pytest.mark.full),
         pytest.param(4, 2, 2, EXPERTS, (-1, 1), marks=pytest.mark.full),
-        # As many stacks as matrices.
+        # Two experts: as many stacked weights as matrices.
         pytest.param(4, 2, None, {**GROUPED, "num_experts": 2}, (2, 2), marks=pytest.mark.full),
     ],
     ids=[
@@ -91,7 +91,7 @@ def test_experts_are_cut_over_the_ranks_with_the_same_ones(
     "switches", [{"use_fused_dsa": True}, pytest.param({}, marks=pytest.mark.full)], ids=["fused", "stock"]
 )
 def test_indexers_learn_beside_layers_that_are_frozen(pool, stage, switches):
-    """FSDP2 gathers a layer for backward where its output requires a gradient."""
+    # FSDP2 gathers a layer for backward only if its output requires a gradient.
     for rank in pool.run(f"{CASES}:indexers_alone", 2, stage=stage, **switches):
         for with_ddp, sharded in rank["records"]:
             assert sharded["loss"] == pytest.approx(with_ddp["loss"], rel=1e-5)
@@ -165,7 +165,7 @@ def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
     pool, tmp_path, precision, way, switches
 ):
     arguments = {"folder": str(tmp_path), "precision": precision, "way": way, **switches}
-    # Experts are sharded where two ranks of a stage have the same ones.
+    # Experts are only sharded where two ranks of a stage hold the same ones, hence four ranks.
     size = 4 if "fsdp2_shard_experts" in switches else 2
     ranks = pool.run(f"{CASES}:stages", 2 * size, **arguments)
     assert [rank["numbers"][1] for rank in ranks[:size]] == [0] * size
@@ -182,7 +182,8 @@ def test_so_do_checkpoints_of_ddp(pool, tmp_path):
 
 
 def test_an_optimizer_that_counts_in_its_groups_goes_on_where_rank_0_counted_nothing():
-    """As fused ones do: they pass over groups without parameters, and begin anew where there is no count."""
+    """Optimizers that keep ``step`` in their param groups resume with the count of any rank that has one."""
+    # Fused optimizers skip groups without parameters, and would restart where a count is missing.
     chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=object()) for _ in range(2)])
     states = {
         number: {"optimizer": {"state": {}, "param_groups": groups}}

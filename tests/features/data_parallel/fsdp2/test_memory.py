@@ -1,4 +1,4 @@
-"""Every memory feature beside FSDP2: the same training bit for bit as without it, or a refusal."""
+"""Every memory feature with FSDP2 is bit-identical to FSDP2 without it, or is refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support.memory_events import EVENTS
 CASES = "tests.features.data_parallel.fsdp2.memory_cases"
 REFUSED = {"reuse-fp32-param": "fsdp2 cannot be combined with reuse-fp32-param: weights are gathered"}
 STATE = {"swap-optimizer": 0, "virtual-optimizer": 4}
-"""Bytes of master weights and moments that stay on the device for each number; 12 without."""
+"""Bytes of master weights and moments per element on the device; 12 without a feature."""
 
 
 def same_bits(pool, ranks, names):
-    """Of a run with these features and of one without any."""
+    """Check that a run with these features is bit-identical to a run without any."""
     for alone, rank in zip(pool.baseline(f"{CASES}:train", 2, switches={}), ranks, strict=True):
         for what in ("records", "weights", "masters", "moments"):
             assert rank[what] == alone[what], what
@@ -26,7 +26,7 @@ def same_bits(pool, ranks, names):
         assert rank["bytes of state"] == pytest.approx(min(STATE.get(name, 12) for name in names), abs=0.01)
         if "swap-attention" in names:
             assert rank["counts"]["gathered weights moved"] == 0
-            # Of two layers one has another below, in each of two microbatches.
+            # One of two layers has a layer below it, in each of two microbatches.
             assert rank["counts"]["layers below found"] == 2 * len(rank["records"])
 
 
@@ -54,7 +54,7 @@ def test_most_of_them_together_and_with_megatrons_own_recomputation(pool):
 
 @pytest.mark.full
 def test_weights_stay_that_attention_gathers_for_itself(pool, tmp_path):
-    """Units inside of a layer gather when it runs already; their weights are saved as views."""
+    # Units inside of a layer gather while the layer runs, and their weights are saved as views.
     config = tmp_path / "fsdp2.yaml"
     layers = "megatron.core.tensor_parallel.layers"
     config.write_text(f"sub_modules_to_wrap: [{layers}.ColumnParallelLinear, {layers}.RowParallelLinear]")

@@ -1,4 +1,4 @@
-"""Sharded weights where a forward and a backward run side by side, and weight gradients come late."""
+"""Sharded weights with forward and backward in pairs, and deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NESTED = """
 sub_modules_to_wrap: [megatron.core.transformer.multi_latent_attention.MLASelfAttention]
 reshard_after_forward: false
 """
-ALONE = {"mtp_num_layers": None}  # without a pipeline Megatron has no multi-token prediction in pairs
+ALONE = {"mtp_num_layers": None}  # without a pipeline, Megatron's pairs have no multi-token prediction
 FIRST, MIDDLE, LAST = "decoder.layers.0", "decoder.layers.1", "mtp.layers.0"
 
 
@@ -24,7 +24,7 @@ def paired(pool):
 
 
 def test_pairs_train_as_layers_do(pool, paired):
-    """With gradients of several microbatches, clipping, and multi-token prediction."""
+    """Pairs train as unpaired layers do, with several microbatches, clipping and multi-token prediction."""
     for whole, ours in zip(pool.run(f"{CASES}:train", 2, switches=WITHOUT), paired, strict=True):
         assert_same_training(ours, whole)
         assert not whole["late"]
@@ -46,7 +46,7 @@ def test_so_they_do_where_weights_lie_on_fewer_ranks(pool, tmp_path, text):
 @pytest.mark.full
 @pytest.mark.parametrize("grouped", [False, True])
 def test_so_they_do_with_sharded_experts(pool, grouped):
-    """Each layer's experts are gathered and reduced as often as its dense weights."""
+    """Experts are gathered and reduced as often as their layer's dense weights."""
     switches = {"fsdp2_shard_experts": True, "moe_grouped_gemm": grouped, **WITHOUT}
     runs = [
         pool.run(
@@ -60,7 +60,7 @@ def test_so_they_do_with_sharded_experts(pool, grouped):
     rounds = STEPS * MICROBATCHES
     for whole, ours in zip(*runs, strict=True):
         assert_same_training(ours, whole)
-        # Of the layer with experts two groups.
+        # The layer with experts has two param groups, dense and expert.
         assert ours["reductions"] == {
             FIRST: rounds,
             MIDDLE: 2 * rounds,
@@ -72,7 +72,7 @@ def test_so_they_do_with_sharded_experts(pool, grouped):
 
 @pytest.mark.full
 def test_so_they_do_where_all_layers_run_again(pool):
-    """A layer's forward of before its backward finds the experts gathered for the pair."""
+    """Recomputing a layer before its backward reuses the experts gathered for the pair."""
     recomputed = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -94,20 +94,20 @@ def assert_same_training(ours, whole):
         assert after["norm"] == pytest.approx(before["norm"], rel=1e-6)
     assert after["evaluated"] == pytest.approx(before["evaluated"], rel=1e-5)
     for name, weight in whole["weights"].items():
-        assert (ours["weights"][name] - weight).abs().max() < 1e-5, name  # of updates of 6e-3
+        assert (ours["weights"][name] - weight).abs().max() < 1e-5, name  # updates are about 6e-3
 
 
 def test_weights_go_before_their_gradients_come(paired):
     rounds = STEPS * MICROBATCHES
     for rank in paired:
-        # Two of a dense MLP, and eight of attention: three that ranks share, five that each has whole. The
-        # predicting layer's attention is of another kind and has more.
+        # Two weights of a dense MLP, and eight of attention: three sharded ones, five full ones. The
+        # attention of the predicting layer is of another kind and has more weights.
         assert rank["late"] == {FIRST: 10 * rounds, MIDDLE: 8 * rounds, LAST: 16 * rounds}
         assert set(rank["alive"]) == {0}, "no layer's weights are kept for them"
         assert rank["early"] == [], "nothing is reduced before they are there"
         assert set(rank["reductions"].values()) == {rounds}, "each unit once for each microbatch"
-        # Twice for each microbatch, but the middle one once for both directions of a pair; what is no
-        # layer's for as long as one direction or the other runs.
+        # Gathers per microbatch: two, but one for the middle layer, which a pair uses in both directions. The
+        # rest is gathered as long as either direction runs.
         assert {name: rank["gathers"][name] for name in (FIRST, MIDDLE, LAST, "rest")} == {
             FIRST: 2 * rounds,
             MIDDLE: (MICROBATCHES + 1) * STEPS,
@@ -136,7 +136,7 @@ def test_neither_delay_nor_gathers_change_a_bit(pool, tmp_path, paired, how):
         assert bool(ours["late"]) == how.get("late", True)
         assert (ours["failed"] > 0) == how.get("fails", False)
         if how["switches"]:
-            # The weights of two layers stay for the next pair, which runs them in the other direction.
+            # Two layers' weights stay gathered for the next pair, which runs them in the other direction.
             assert ours["gathers"][FIRST] < reference["gathers"][FIRST]
 
 
@@ -150,7 +150,7 @@ def test_a_unit_that_no_pair_calls_is_refused(pool, tmp_path):
 
 @pytest.mark.full
 def test_megatrons_own_order_of_parts(pool):
-    """Which takes 16-bit weights alone."""
+    # Megatron's order of parts supports 16-bit weights only.
     alone, pairs = (
         pool.run(f"{CASES}:train", 2, switches={}, precision="bf16", overrides=overrides)
         for overrides in (ALONE, {**ALONE, "overlap_moe_expert_parallel_comm": True})

@@ -1,4 +1,4 @@
-"""Sharded weights of segments that are recomputed while their gradient is on its way: gathered first."""
+"""Sharded weights are gathered before a segment is recomputed ahead of its output gradient."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DROPOUT = {"hidden_dropout": 0.1}
 
 
 def selective(*modules: str) -> dict[str, Any]:
-    """Arguments that recompute these modules of every layer."""
+    """Return arguments that recompute these modules in every layer."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 def step(
     switches: dict[str, Any], overrides: dict[str, Any], vpp: int | None = None, ep: int = 1
 ) -> dict[str, Any]:
-    """Losses and this rank's pieces of gradients of a step of PP2, and what happened in it."""
+    """Return losses and this rank's gradient shards of a PP2 step, and its counts."""
     model.start({"use_torch_fsdp2": True, **switches}, pp=2, vpp=vpp, ep=ep)
     from megatron.core.distributed import (
         TorchFullyShardedDataParallel,
@@ -59,7 +59,7 @@ def step(
 
     def gathered(parameters: Any, *args: Any) -> Any:
         gathers[parameters[0]._param_fqn.partition(".")[0]] += 1
-        most.append(sum(each.is_unsharded for chunk in wrapped for each in shards._groups(chunk.module)))
+        most.append(sum(group.is_unsharded for chunk in wrapped for group in shards._groups(chunk.module)))
         return gather(parameters, *args)
 
     most: list[int] = []
@@ -85,8 +85,8 @@ def step(
         )
     context = running("recompute-ahead")
     return {
-        "losses": [float(each["lm loss"]) for each in losses],
-        "gradients": [each for chunk in wrapped for each in shards.sharded_gradients(chunk.module)],
+        "losses": [float(loss["lm loss"]) for loss in losses],
+        "gradients": [gradient for chunk in wrapped for gradient in shards.sharded_gradients(chunk.module)],
         "gathers": sum(gathers.values()),
         "gathered at once": max(most),
         "waited": len(waited),
@@ -97,7 +97,8 @@ def step(
 # -- tests -----------------------------------------------------------------------------------------
 
 RUNS = {
-    # name: model, chunks, EP, other switches, segments ahead by stage: in bubbles, in advance
+    # name: model, chunks, EP size, switches of both runs, segments recomputed ahead per stage (in bubbles, in
+    # advance)
     "layers": ({**FULL, **DROPOUT}, None, 1, {}, [(4, 0), (8, 0)]),
     "layers, a chunk each": (FULL, 2, 1, {}, [(5, 2), (8, 4)]),
     "experts": (selective("moe"), None, 1, {"fsdp2_prefetch": 2}, [(2, 0), (4, 0)]),
@@ -131,6 +132,6 @@ def test_the_bits_of_recomputation_in_place(pool, name):
             assert len(after["gradients"]) == len(before["gradients"]) > 0
             assert all(map(torch.equal, after["gradients"], before["gradients"]))
             assert after["recomputed"]["ahead"] == counts[rank // 2]
-            # A layer is gathered for its segments, and no neighbour with it.
+            # Only the segments' own layer is gathered, not its neighbour.
             assert after["gathers"] <= before["gathers"] + counts[rank // 2]
             assert after["gathered at once"] <= before["gathered at once"] + 1

@@ -1,4 +1,4 @@
-"""What is refused by name, and MindSpeed's file."""
+"""Refused settings by name, and MindSpeed's config file for FSDP2."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def options(path, text, **flags):
 
 
 def test_mindspeeds_file(tmp_path):
-    found = options(
+    parsed = options(
         tmp_path / "fsdp2.yaml",
         """
         sharding_size: 4
@@ -95,7 +95,7 @@ def test_mindspeeds_file(tmp_path):
         """,
         fsdp2_prefetch=3,
     )
-    assert found == Options(
+    assert parsed == Options(
         prefetch=3,
         reduce_dtype="bf16",
         param_dtype="bf16",

@@ -1,4 +1,4 @@
-"""FSDP2 off Megatron: what is cut where, sums, and the order of gathers."""
+"""FSDP2 without Megatron: cuts of weights, sums of gradients, and the order of gathers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_gathers_are_issued_ahead_in_both_directions(pool):
-    """Four ranks: the last layer's weight is cut on its second dimension, its bias stays whole."""
-    found = pool.run("tests.features.data_parallel.fsdp2.shards_cases:train", 4, ahead=2)
-    for rank in found:
+    """Two units are gathered ahead on four ranks; a weight that rows do not divide is cut by columns."""
+    ranks = pool.run("tests.features.data_parallel.fsdp2.shards_cases:train", 4, ahead=2)
+    for rank in ranks:
         assert max(rank["errors"].values()) < 1e-6
         assert "dim=0" in rank["cuts"]["layers.0.weight"]
         assert "dim=1" in rank["cuts"]["last.weight"]
         assert rank["cuts"]["last.bias"] == ""
         assert rank["peak"] <= 2 + 2
-        at = rank["events"].index("backward")
-        forward, backward = rank["events"][:at], rank["events"][at:]
+        turn = rank["events"].index("backward")
+        forward, backward = rank["events"][:turn], rank["events"][turn:]
         assert forward[:8] == [
             *("gather root", "use root", "gather 0", "gather 1"),
             *("use 0", "gather 2", "use 1", "gather 3"),
@@ -70,9 +70,9 @@ def test_gathered_weights_are_copied_once(pool):
     odd, alone = 3 * 512, 512 * 192
     whole = odd + alone + 512  # the bias
     for rank in pool.run("tests.features.data_parallel.fsdp2.shards_cases:copy_out", 2):
-        for found in rank.values():
-            assert found["weight"]
-            assert found["odd"]
-            assert found["bias"]
+        for copy in rank.values():
+            assert copy["weight"]
+            assert copy["odd"]
+            assert copy["bias"]
         assert rank["FSDP2"]["written"] == pytest.approx(1 + odd / whole)
         assert rank["one pass"]["written"] == 1

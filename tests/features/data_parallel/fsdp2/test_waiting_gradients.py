@@ -1,4 +1,4 @@
-"""Weight gradients of sharded weights that wait: the same bits, and no weight is gathered for them."""
+"""Deferred weight gradients of sharded weights are bit-identical, and need no gathered weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAIRS, V = {"moe_fb_overlap": True}, {"schedules_method": "dualpipev"}
 SPLIT, DETACHED = {"split_backward": True}, {"dualpipev_dw_detach": True}
 EXPERTS = {"fsdp2_shard_experts": True}
 RUNS = {
-    # name: switches of both, what has gradients wait, model, chunks
+    # name: switches of both runs, switches that defer gradients, model, chunks
     "PP2": ({}, SPLIT, {}, None),
     "PP2 x VPP2, pairs": ({**PAIRS, **EXPERTS}, SPLIT, {}, 2),
     "PP2 x VPP2, pairs, layers recomputed": (PAIRS, SPLIT, FULL, 2),

@@ -1,6 +1,6 @@
-"""A process of one rank that records, and comes to an end in one of several ways.
+"""A process of one rank that records collectives and ends in one of several ways.
 
-``python -m tests.features.diagnostics.collectives.ending FOLDER WAY`` prints ``ready`` where it waits.
+``python -m tests.features.diagnostics.collectives.ending FOLDER WAY`` prints ``ready`` when it waits.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import torch.distributed as dist
 import mindspeed_dsa
 
 ENDS = ("forked", "bottom frame", "groups", "made anew")
-"""Ways of ending by itself, and well."""
+"""Ways in which the process ends by itself and successfully."""
 
 
 def start() -> None:
-    """Make the first collective."""
+    """Initialize a process group and run the first collective."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3))
 
 
 def wait() -> None:
-    """Wait outside of Python, as in a collective that does not end."""
+    """Wait outside of Python, as in a collective that never finishes."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     print("ready", flush=True)
     store.wait(["never"])
 
 
 def descriptors() -> int:
-    """Return how many this process has open."""
+    """Return the number of open file descriptors."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def handle() -> None:
-    """End with a status of its own at SIGTERM."""
+    """Install a SIGTERM handler that exits with status 7."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os._exit(7)
@@ -56,7 +56,7 @@ def handle() -> None:
 
 
 def wait_for_lock() -> None:
-    """Wait for a lock that nobody gives back."""
+    """Wait for a lock that is never released."""
     lock = threading.Lock()
     lock.acquire()
     print("ready", flush=True)
@@ -64,29 +64,29 @@ def wait_for_lock() -> None:
 
 
 def fork() -> None:
-    """Have a child that ends well, and without a word."""
+    """Fork a child that exits silently with status 0."""
     child = os.fork()
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    time.sleep(2.5)  # in which the others would have noticed
+    time.sleep(2.5)  # long enough for the other ranks to notice a lost rank
     dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
 
 
 def fork_rank(store: Path) -> None:
-    """Be a rank beside another that this process has forked, and that ends well without a word."""
+    """Run as one of two ranks; the other one is forked, and exits silently with status 0."""
     child = os.fork()
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=int(child == 0), world_size=2)
     dist.all_reduce(torch.ones(3))
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    time.sleep(13)  # until the job of a rank that was killed ended, in earlier releases
+    time.sleep(13)  # earlier releases ended the job by then, as if a rank had been killed
 
 
 def call_at_the_bottom() -> None:
-    """Call a collective that is the whole of a thread."""
+    """Call a collective as the bottom frame of a thread."""
     failed: list[object] = []
     sys.unraisablehook = failed.append
     for _ in range(20):
@@ -96,7 +96,7 @@ def call_at_the_bottom() -> None:
 
 
 def make_groups(*, world: bool) -> None:
-    """Make groups and destroy them; nothing of them stays."""
+    """Make and destroy process groups, and check that no descriptor and no group remains."""
     before = descriptors()
     for _ in range(5):
         if world:
@@ -107,21 +107,21 @@ def make_groups(*, world: bool) -> None:
             dist.all_reduce(torch.ones(1), group=group)
             dist.destroy_process_group(group)
             del group
-    time.sleep(0.5)  # threads of the watches end
+    time.sleep(0.5)  # lets the watcher threads end
     assert descriptors() <= before, (before, descriptors(), os.popen(f"ls -l /proc/{os.getpid()}/fd").read())
     assert sum(isinstance(each, dist.ProcessGroup) for each in gc.get_objects()) <= 1
 
 
 def main(folder: Path, way: str) -> None:
-    """Come to an end.
+    """Run one way of ending.
 
     Args:
-        folder: of the records.
-        way: in which.
+        folder: directory of the records.
+        way: name of the way.
     """
     mine, other = socket.socketpair()
-    for each in (mine, other):
-        each.setblocking(False)
+    for endpoint in (mine, other):
+        endpoint.setblocking(False)
     if way == "handled before":
         handle()
     mindspeed_dsa.enable(record_collectives=str(folder), record_collectives_after=60.0)

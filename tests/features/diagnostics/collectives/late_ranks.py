@@ -1,4 +1,4 @@
-"""Training steps in which one rank comes late to a collective, or never."""
+"""Training steps in which one rank reaches a collective late, or never."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "DP": ({}, ""),
     "EDP": ({"ep": 2}, ""),
 }
-"""Steps by the group in which a rank is late, and a part of the name of what it comes late to."""
+"""Dict from the group in which a rank is late to the step, and to a part of the collective's name."""
 
 
 def kind_of(case: str) -> str:
@@ -76,15 +76,15 @@ def kind_of(case: str) -> str:
 def train(
     folder: str, kind: str, what: str, switches: Any = None, step: str = "tests.support.model:run", **job: Any
 ) -> dict[str, Any]:
-    """Result of a step in which a rank oversleeps, and has everybody write what they wait for.
+    """Run a step in which one rank is late, while all ranks write the calls that they wait for.
 
     Args:
-        folder: of the records.
-        kind: of the group whose collective it comes late to.
-        what: a part of that collective's name; the first is meant.
-        switches: of the library.
-        step: the function that makes it.
-        job: other arguments of it.
+        folder: directory of the records.
+        kind: kind of group of the late collective.
+        what: part of that collective's name; the first match is late.
+        switches: feature switches.
+        step: import path of the function that runs the step.
+        job: further arguments of ``step``.
     """
     module, _, name = step.partition(":")
     run = cp_cases.step if "cp" in job else getattr(import_module(module), name)
@@ -97,7 +97,7 @@ def train(
 
 @contextmanager
 def late(kind: str, what: str, act: Callable[[], None]) -> Iterator[list[str]]:
-    """Context in which one rank does something before it comes to a collective; yields names of that."""
+    """Call ``act`` on one rank before it enters a collective; yields the collective's name."""
     from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
     from mindspeed_dsa.parallel import names
 
@@ -120,7 +120,7 @@ def late(kind: str, what: str, act: Callable[[], None]) -> Iterator[list[str]]:
 
 
 def oversleep(folder: Path) -> None:
-    """Stand still while a thread asks for records, so that the stack of this rank always ends here."""
+    """Sleep while a thread requests records, so that this rank's stack always ends here."""
     thread = threading.Thread(target=ask_for_records, args=(folder,))
     thread.start()
     while thread.is_alive():
@@ -128,28 +128,33 @@ def oversleep(folder: Path) -> None:
 
 
 def ask_for_records(folder: Path) -> None:
-    """Ask for records until all say that somebody has waited for long."""
+    """Request records until all ranks report a long wait."""
     for _ in range(30):
         time.sleep(1.1)
         asked, records = time.time(), list[collectives.Record]()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-        while time.time() < asked + 30 and sum(each.time > asked for each in records) < dist.get_world_size():
+        while (
+            time.time() < asked + 30
+            and sum(record.time > asked for record in records) < dist.get_world_size()
+        ):
             time.sleep(0.05)
-            with contextlib.suppress(collectives.RunError):  # no folder of a job yet
-                records = [each for each in collectives.read(folder) if each.reason]
-        times = {each.rank: each.time for each in records}
+            with contextlib.suppress(collectives.RunError):  # the job's folder may not exist yet
+                records = [record for record in collectives.read(folder) if record.reason]
+        times = {record.rank: record.time for record in records}
         for wait in waits.find(records).waits:
             if any(call and times[rank] - call.started > 1 for rank, call in wait.arrived.items()):
                 return
 
 
 def never(folder: str, fate: str, case: str) -> None:
-    """Run a rank of a job, one of which is killed, fails or freezes where it would come to a collective."""
+    """Run a rank of a job in which one rank is killed, fails or freezes before a collective."""
 
     def act() -> None:
         if fate == "failed":
             raise ValueError("a bad batch")
-        for early in Path(folder).glob("*/rank-*.json"):  # of silence while a busy machine built the model
+        for early in Path(folder).glob(
+            "*/rank-*.json"
+        ):  # written while a busy machine built the model without any call
             early.unlink()
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""Recording changes nobody's end: signals act at once, whatever becomes of the folder; nothing stays open."""
+"""Recording does not change how a process ends: signals act at once, with or without a writable folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin(folder, way: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """Return all that a process prints until it ends."""
+    """Wait for the process; return all its output."""
     try:
         said, errors = process.communicate(timeout=100)
     finally:
@@ -34,13 +34,13 @@ def end(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def terminated(tmp_path):
-    """Start a process, end it with SIGTERM where it waits, and return its exit code."""
+    """Return a function that ends a waiting process with SIGTERM and returns its exit code."""
 
     def run(way: str) -> int:
         process = begin(tmp_path / "records", way)
         try:
             assert process.stdout.readline() == "ready\n", process.stderr.read()
-            time.sleep(0.2)  # until it waits
+            time.sleep(0.2)  # gives the process time to start waiting
             process.send_signal(signal.SIGTERM)
             return process.wait(timeout=60)
         finally:
@@ -65,7 +65,7 @@ def test_a_rank_that_sigterm_ends_leaves_its_record(terminated, tmp_path, capsys
 
 @pytest.mark.full
 def test_a_handler_of_sigterm_runs_as_without_records(terminated):
-    """Also where the main thread waits for a lock, which system calls that go on would wait for on and on."""
+    # A main thread that waits for a lock would restart the system call, and wait for ever.
     assert terminated("handled") == 7
     assert terminated("handled before") == 7
 
@@ -73,7 +73,7 @@ def test_a_handler_of_sigterm_runs_as_without_records(terminated):
 @pytest.mark.full
 @pytest.mark.parametrize("way", ENDS)
 def test_a_rank_that_ends_well_leaves_nothing(tmp_path, way):
-    """Nor does a child that it has forked say that one was killed, nor stay a group that is destroyed."""
+    # A forked child must not report a killed rank, and a destroyed group must not stay alive.
     process = begin(tmp_path / "records", way)
     said = end(process)
     assert process.returncode == 0, said

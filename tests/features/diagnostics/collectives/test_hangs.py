@@ -1,4 +1,4 @@
-"""A hang made on purpose in each kind of group: the report names the missing rank, and layer and purpose."""
+"""A deliberate hang per kind of group: the report names the missing rank, the layer and the purpose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_missing_rank_is_named(pool, tmp_path, capsys, case):
 
 @pytest.mark.full
 def test_the_step_is_the_same(pool, tmp_path):
-    """Bitwise: the hooks on layers' outputs change no gradient."""
+    """Bit for bit: the hooks on layer outputs change no gradient."""
     for layout in ({"pp": 2, **FEW}, {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2}):
         switches = layout.pop("switches", {})
         ours, theirs = (

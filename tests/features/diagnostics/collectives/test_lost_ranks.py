@@ -1,4 +1,4 @@
-"""A rank that is killed, fails or is frozen: what the records say."""
+"""Records of a job in which a rank is killed, fails or is frozen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.full
 ENDS_WITHIN_S = 60
-"""On a machine that others use; gloo's connection breaks at once."""
+"""Time limit in seconds on a busy machine; gloo notices a broken connection at once."""
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Start two ranks of a step, one of which comes to grief in it."""
+    """Return a function that starts two ranks of a step, one of which is lost."""
     started: list[subprocess.Popen[str]] = []
 
     def start(fate: str, case: str = "EP, pairs", apart: bool = False) -> list[subprocess.Popen[str]]:
@@ -60,7 +60,7 @@ def job(tmp_path):
 
 
 def wait_for(ranks: list[subprocess.Popen[str]]) -> str:
-    """Return all that the remaining rank prints until its broken connection ends it."""
+    """Wait until the broken connection ends the surviving rank; return its output."""
     survivor = ranks[1 - LATE]
     ranks[LATE].wait(timeout=180)
     _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
@@ -81,7 +81,7 @@ def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
 
 @pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs"])
 def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
-    """A killed rank writes nothing any more: its last calls are in its file."""
+    # A killed rank writes no record; its last calls are in its call file.
     ranks = job("killed", case)
     said = wait_for(ranks)
     assert ranks[LATE].returncode == -signal.SIGKILL
@@ -96,11 +96,11 @@ def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
 
 
 def test_a_frozen_rank_is_named_by_the_others(job, tmp_path, capsys):
-    """Its own process cannot write; silence is noticed where it is waited for."""
+    # A frozen process cannot write, so the ranks that wait for it report its silence.
     job("frozen")
     until, text = time.time() + 180, ""
     while f"rank {LATE} has not: it stood " not in text and time.time() < until:
-        time.sleep(0.5)  # a busy machine is silent before it comes to the call, and writes that as well
+        time.sleep(0.5)  # a busy machine may be silent before the call, and writes that, too
         main(["hang", str(tmp_path)])
         text = capsys.readouterr().out
     assert f"no record of rank {LATE}: ended, killed or frozen" in text

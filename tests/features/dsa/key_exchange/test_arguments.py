@@ -1,4 +1,4 @@
-"""A DSA job's arguments under context parallelism; that it trains is tested with the attention."""
+"""Arguments of a DSA job under context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers share of an exchange is bounded, and keeps no process group alive."""
+"""State that layers share in a key exchange is bounded, and keeps no process group alive."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttenti
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, _members_of_order
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 LAYERS, HEADS, LATENT, ROPE, PLAIN = 2, 2, 4, 2, 3
 FIRST, STEP, FEW, MANY = 480, 8, 20, 60
-"""Rows of the first sequence, by how many each is longer, and how many of them there are."""
+"""Length of the first sequence, increment per sequence, and the two numbers of sequences."""
 
 Layer = Callable[[Tensor], Tensor]
-"""This rank's rows ``[rows, 1, width]`` to what depends on the rows of all."""
+"""Function from this rank's rows ``[rows, 1, width]`` to a tensor that depends on all ranks' rows."""
 
 
 def many_lengths(kind: str) -> dict[str, Any]:
-    """Forward and backward of layers with one length after the other.
+    """Run forward and backward of layers on sequences of increasing length.
 
     Returns:
-        ``bytes`` of all integer tensors that live after :data:`FEW` and after :data:`MANY` lengths, and
-        ``late``, the largest relative error of the first one's gradient if its backward runs after all
-        others.
+        ``bytes``: size of all live integer tensors after :data:`FEW` and after :data:`MANY` lengths.
+        ``late``: largest relative error of the first length's gradient, if its backward runs last.
     """
     layers = [_layer(kind) for _ in range(LAYERS)]
-    found = []
+    held = []
     pending = _forward(layers, FIRST)
     for number in range(1, MANY + 1):
         _backward(*_forward(layers, FIRST + number * STEP))
         if number in (FEW, MANY):
-            found.append(_held())
+            held.append(_held())
     late = _backward(*pending)
     again = _backward(*_forward(layers, FIRST))
-    return {"bytes": found, "late": float((late - again).abs().max() / again.abs().max())}
+    return {"bytes": held, "late": float((late - again).abs().max() / again.abs().max())}
 
 
 def _layer(kind: str) -> Layer:
@@ -123,19 +122,17 @@ def test_layers_share_rows_and_hold_no_group(share, key):
 
 @pytest.mark.parametrize("kind", ["keys", "keys of blocks", "heads", "ends"])
 def test_lengths_that_come_and_go_leave_no_memory(pool, kind):
-    """What lives is a few lengths' worth, and what was in flight meanwhile has its gradient.
-
-    Of 40 lengths around 800 rows, two layers held 128 KB of ends and 512 KB of everybody's rows.
-    """
-    for found in pool.run(f"{CASES}:many_lengths", 2, kind=kind):
-        few, many = found["bytes"]
+    """Live memory covers a few lengths, and a forward in flight still gets its gradient."""
+    # Without a bound, 40 lengths of about 800 rows held 128 KB of range ends and 512 KB of gathered rows.
+    for held in pool.run(f"{CASES}:many_lengths", 2, kind=kind):
+        few, many = held["bytes"]
         assert few > 0
         assert many - few < 100_000
-        assert found["late"] <= 1e-12
+        assert held["late"] <= 1e-12
 
 
 def test_an_attention_with_groups_of_its_own_is_not_asked_for_its_indexers() -> None:
-    """Dense stages of 0.19 and later put an indexer in its place that has none."""
+    # Dense stages since release 0.19 have a placeholder indexer without process groups.
     groups, others = object(), object()
     without = SimpleNamespace()
     assert groups_of(SimpleNamespace(pg_collection=groups, indexer=without)) is groups

@@ -10,9 +10,9 @@ CASES = "tests.features.dsa.core_cases"
 
 
 def rotated(x: Tensor, size: int, first: bool, interleaved: bool) -> Tensor:
-    """Rotary embedding of ``size`` dimensions of ``[seq, ..., dim]`` by complex multiplication, fp64.
+    """Rotate ``size`` dimensions of ``[seq, ..., dim]`` by complex multiplication, in fp64.
 
-    Interleaved: neighbours are real and imaginary part; otherwise the two halves are.
+    With ``interleaved``, neighbours are real and imaginary part; otherwise the two halves are.
     """
     x = x.double()
     rest = x.size(-1) - size
@@ -23,7 +23,7 @@ def rotated(x: Tensor, size: int, first: bool, interleaved: bool) -> Tensor:
     turned = torch.view_as_real(
         torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
     )
-    # Megatron leaves de-interleaved dimensions that way: scores do not depend on their order.
+    # Megatron leaves dimensions de-interleaved, because scores do not depend on their order.
     result = turned.mT.flatten(-2)
     return torch.cat([result, plain] if first else [plain, result], -1)
 
@@ -69,10 +69,9 @@ def test_by_default_it_reads_the_query_before_its_norm(pool):
 
 
 def test_the_norm_is_not_trained_by_the_indexer(pool):
-    """Both models have the same loss except for the selection; the norm's gradient is the main model's."""
-    everything = {
-        "dsa_indexer_topk": SEQUENCE
-    }  # selects all keys, so that the indexer cannot change the model
+    """Both models have the same loss except for the selection, so the norm's gradient is equal."""
+    # Selects all keys, so the indexer cannot change the model.
+    everything = {"dsa_indexer_topk": SEQUENCE}
     (host,) = pool.run(f"{CASES}:indexer_input", 1, switches={}, overrides=everything)
     (deepseek,) = pool.run(
         f"{CASES}:indexer_input", 1, switches={"dsa_indexer_normalised_query": True}, overrides=everything

@@ -1,4 +1,4 @@
-"""Configurations of DSA models, made in the ways that jobs make them; runs inside the pool's workers."""
+"""Worker functions: DSA model configs, made in the ways in which jobs make them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fields_of(cfg: Any) -> dict[str, Any]:
 
 
 def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model's configuration, made, copied, and of a class derived from Megatron's."""
+    """Return the fields of a config as made, as copied, and of a derived class."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(experimental_attention_variant="dsa", **switches)
@@ -50,12 +50,12 @@ def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def refused(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
-    """Message about a configuration that cannot be."""
+    """Return the error message of an invalid config."""
     return error_of(f"{__name__}:made", switches=switches, overrides=overrides)
 
 
 def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments that Megatron-LM's parser makes of a command line, by its rule for fields if it has one."""
+    """Return arguments that Megatron-LM's parser reads, also by its generated flags if it has any."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))
@@ -64,7 +64,7 @@ def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, An
         from megatron.core.transformer.transformer_config import TransformerConfig
         from megatron.training.argument_utils import ArgumentGroupFactory
     except ImportError:
-        pass  # before 0.16 flags are written out; a wheel has no parser
+        pass  # before 0.16 flags are written by hand, and a wheel has no parser
     else:
         factory = ArgumentGroupFactory(TransformerConfig)
         kept = {field.name for field in dataclasses.fields(TransformerConfig)} - {*NAMES}
@@ -76,7 +76,7 @@ def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, An
 
 
 def key_norm() -> dict[str, Any]:
-    """A bf16 indexer's key norm in fp32, and the types in which it is computed without and with."""
+    """Return a bf16 indexer's key norm in fp32, and the compute dtypes without and with the option."""
     import torch
 
     from tests.matrix import model as any_release
@@ -84,7 +84,7 @@ def key_norm() -> dict[str, Any]:
     tiny.start()
     local = {"transformer_impl": "local"} if "transformer_impl" in _known() else {}
     bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, **local}
-    found: dict[str, Any] = {"types": []}
+    results: dict[str, Any] = {"types": []}
     for fp32 in (False, True):
         cfg = any_release.config(dsa_indexer_k_norm_fp32=fp32, dsa_indexer_k_norm_epsilon=1e-6, **bf16)
         indexer = any_release.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
@@ -94,9 +94,9 @@ def key_norm() -> dict[str, Any]:
         key = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
         layer_norm = torch.nn.functional.layer_norm
         with mock.patch("torch.nn.functional.layer_norm", wraps=layer_norm) as watched:
-            found["out"] = norm(key).detach()
-        found["types"].append(watched.call_args.args[0].dtype)
-    return {**found, "key": key, "weight": norm.weight.detach(), "bias": norm.bias.detach()}
+            results["out"] = norm(key).detach()
+        results["types"].append(watched.call_args.args[0].dtype)
+    return {**results, "key": key, "weight": norm.weight.detach(), "bias": norm.bias.detach()}
 
 
 def _known() -> set[str]:

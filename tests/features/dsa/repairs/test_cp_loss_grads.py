@@ -1,4 +1,4 @@
-"""What kernel backends return; Megatron's own path is trained in ``tests/matrix``."""
+"""Loss gradients of kernel backends; ``tests/matrix`` trains with Megatron's own path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.features.dsa.repairs.loss import share_of_kernels
         ("tilelang", 4, False, 4),
         ("tilelang", 4, True, 1),
         ("tilelang", 1, False, 1),
-        ("mindspeed", 4, False, 1),  # has the gradient of a share already
+        ("mindspeed", 4, False, 1),  # already returns the gradient of one rank's share
     ],
 )
 def test_a_kernels_loss_keeps_its_value_and_loses_the_factor(backend, ranks, per_token, divisor):

@@ -12,7 +12,7 @@ ERROR = "tests.support.model:error_of"
 
 
 def natural_order(size: int) -> torch.Tensor:
-    """``H[i, j] = (-1) ** popcount(i & j)``, orthonormal, in fp64."""
+    """Return ``H[i, j] = (-1) ** popcount(i & j)``, orthonormal, in fp64."""
     signs = [[(-1.0) ** bin(row & column).count("1") for column in range(size)] for row in range(size)]
     return torch.tensor(signs, dtype=torch.float64) * size**-0.5
 
@@ -33,7 +33,7 @@ def test_bfloat16_is_rounded_once(pool):
     activation = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     (rotated,) = pool.run(f"{CASES}:rotate", 1, activation=activation)
     exact = (activation.double() @ natural_order(128)).bfloat16()
-    # An fp32 sum may fall on the other side of a rounding boundary now and then; two roundings would often.
+    # An fp32 sum crosses a rounding boundary now and then. Rounding twice would do so often.
     assert (rotated != exact).float().mean() < 1e-3
 
 

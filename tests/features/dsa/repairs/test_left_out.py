@@ -1,4 +1,4 @@
-"""``--no-dsa-repairs`` leaves out the repairs that it names, and no others."""
+"""``--no-dsa-repairs`` omits the repairs that it names, and no others."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_fused_rope_is_left_alone_without_the_dispatcher(monkeypatch):
 @pytest.mark.parametrize("said", ["argv", "environment", "API"])
 def test_an_unknown_repair_is_refused(said):
     names = "hadamard, loss-scal"
-    given = {
+    sources = {
         "argv": {"argv": ["--no-dsa-repairs", names]},
         "environment": {"environ": {LEFT_OUT.env: names}},
         "API": {"api": {LEFT_OUT.dest: names}},
     }[said]
     with pytest.raises(SettingsError, match="no repair is called loss-scal; choose among local-provider, "):
-        read(all_flags(), **{"environ": {}, **given})
+        read(all_flags(), **{"environ": {}, **sources})
 
 
 def test_spaces_between_names_are_ignored():

@@ -86,10 +86,10 @@ def test_checkpoints_do_not_depend_on_the_tensor_parallel_size(pool):
 
 
 def assemble(shards) -> dict[str, torch.Tensor]:
-    """Whole tensors; every element must be written exactly once."""
+    """Assemble full tensors, and check that every element is written exactly once."""
     whole, writers = {}, {}
     for shard in shards:
-        # Layers and experts are leading dimensions of the whole.
+        # Layers and experts are leading dimensions of the full tensor.
         data = shard["data"][(None,) * (len(shard["shape"]) - shard["data"].ndim)]
         tensor = whole.setdefault(shard["key"], torch.full(shard["shape"], float("nan")))
         count = writers.setdefault(shard["key"], torch.zeros(shard["shape"]))

@@ -16,7 +16,7 @@ def step(pool, coefficient, **arguments):
 @pytest.fixture(scope="module")
 def with_loss(pool):
     result = step(pool, 1.0)
-    assert result["counts"]["compute_dsa_indexer_loss"] == 2  # one a layer
+    assert result["counts"]["compute_dsa_indexer_loss"] == 2  # one per layer
     return result
 
 
@@ -26,7 +26,7 @@ def test_no_loss_work_and_the_same_model(pool, with_loss, coefficient):
     assert result["counts"]["compute_dsa_indexer_loss"] == 0
     assert result["counts"]["unfused_dsa_fn"] == 2
     assert result["tracked"] is None
-    # Only the attention itself keeps its matrix for backward: one a layer.
+    # Only attention saves its score matrix for backward, one per layer.
     assert result["score matrices kept"] < with_loss["score matrices kept"]
     assert result["loss"] == with_loss["loss"]
     for name, gradient in with_loss["gradients"].items():
@@ -65,13 +65,13 @@ def test_evaluation_with_gradients_keeps_no_graph_of_the_scores(pool):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_scores_that_others_ask_for_keep_their_gradient(pool, mode):
-    """As with Megatron's own code, bit for bit."""
+    """Gradients of scores are bit-identical to Megatron's own code."""
     (expected,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode, switches={"no_dsa_repairs": "loss-gate"})
-    (found,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode)
-    assert found.keys() == expected.keys()
+    (ours,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode)
+    assert ours.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.count_nonzero(gradient) > 0, name
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(ours[name], gradient), name
 
 
 @pytest.mark.parametrize("coefficient", [0.0, None, 1.0])

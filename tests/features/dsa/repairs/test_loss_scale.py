@@ -20,7 +20,7 @@ def one_microbatch(pool: WorkerPool):
 
 
 def ratio(actual, expected) -> float:
-    """The common factor between two sets of gradients."""
+    """Return the common factor between two sets of gradients."""
     left = torch.cat([actual[name].flatten() for name in expected])
     right = torch.cat([gradient.flatten() for gradient in expected.values()])
     factor = float((left @ right) / (right @ right))
@@ -64,7 +64,7 @@ def test_data_parallel_ranks_average(pool, one_microbatch):
 def test_pipeline_schedules(pool, layout):
     step = {"num_microbatches": 4, "micro_batch_size": 1}
     whole = indexer_gradients(pool, **step, overrides={"num_layers": 4})
-    # As Megatron-LM sets them for its interleaved schedule.
+    # The settings of Megatron-LM's interleaved schedule.
     p2p = {"overlap_p2p_comm": "vpp" in layout, "batch_p2p_comm": "vpp" not in layout}
     split = indexer_gradients(pool, 2, **step, overrides={"num_layers": 4, **p2p}, **layout)
     assert_same_gradients(split, whole)

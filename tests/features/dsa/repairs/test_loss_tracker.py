@@ -9,7 +9,7 @@ CASES = "tests.features.dsa.core_cases"
 
 def test_mean_over_the_layers_that_have_an_indexer(pool):
     (rank,) = pool.run(f"{CASES}:track", 1, losses=[[(2, 1.0), (2, 3.0), (4, 6.0)]], num_layers=4, pp=1)
-    # Two microbatches: layer 2 has 1 + 3, layer 4 has 6; half of it each, averaged over two layers.
+    # Two microbatches: layer 2 reports 1 + 3, layer 4 reports 6. (4 / 2 + 6 / 2) / 2 layers = 2.5.
     assert rank["totals"]["indexer loss"] == 2.5
     assert rank["written"] == [
         ("indexer loss", 2.5, 7),
@@ -25,12 +25,12 @@ def test_mtp_layers_beyond_the_decoders(pool):
 
 
 def test_layers_that_share_selections_do_not_lower_the_mean(pool):
-    """Frequency 4 and offset 3 over two stages of six layers: 1, 2, 3 compute below, 7 and 11 above."""
+    # Frequency 4, offset 3, two stages of six layers: 1, 2, 3 compute on the first, 7 and 11 on the second.
     rule = Sharing(frequency=4, offset=3)
     stages = (range(1, 7), range(7, 13))
     losses = [[(layer, float(layer)) for layer in stage if rule.computes(layer)] for stage in stages]
     assert losses == [[(1, 1.0), (2, 2.0), (3, 3.0)], [(7, 7.0), (11, 11.0)]]
-    twice = [[*stage, *stage] for stage in losses]  # two microbatches, of which half counts
+    twice = [[*stage, *stage] for stage in losses]  # two microbatches, each weighted by one half
     for rank in pool.run(f"{CASES}:track", 2, losses=twice, num_layers=12, pp=2):
         assert rank["totals"]["indexer loss"] == pytest.approx((1 + 2 + 3 + 7 + 11) / 5)
         by_layer = [name for name, _, _ in rank["written"][1:]]

@@ -7,7 +7,7 @@ from tests.support.model import assert_same_gradients, put_together
 
 RUN = "tests.features.dsa.fused_cases:whole_step"
 SPLIT = "tests.features.dsa.fused_cases:step_with_split_down_projections"
-DENSE = {  # Megatron wants sequence parallelism with experts
+DENSE = {  # Megatron needs sequence parallelism for experts
     "num_moe_experts": None,
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
@@ -28,10 +28,10 @@ def test_tensor_parallel_gradients_without_sequence_parallelism(pool, one_rank):
 def test_without_the_repair_the_rotary_keys_part_is_wrong_and_the_copies_differ(pool, one_rank):
     without = {"no_dsa_repairs": "rotary-key-tp-grads"}
     ranks = pool.run(RUN, 2, tp=2, sequence_parallel=False, overrides=DENSE, switches=without)
-    # The last layer: below it everything inherits the error.
+    # The last layer: lower layers inherit the error.
     name = "decoder.layers.1.self_attention.linear_kv_down_proj.weight"
     left, right = (rank["gradients"][name] for rank in ranks)
-    latent = slice(0, 16)  # kv_lora_rank rows, then the rotary key's
+    latent = slice(0, 16)  # kv_lora_rank rows, followed by the rotary key's
     torch.testing.assert_close(left[latent], one_rank[name][latent], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(left[16:], right[16:], rtol=0.1)
     torch.testing.assert_close(left[16:] + right[16:], one_rank[name][16:], rtol=1e-4, atol=1e-5)

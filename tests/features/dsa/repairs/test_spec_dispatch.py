@@ -42,7 +42,7 @@ def test_mtp_layers_train_their_indexers_and_are_tracked(pool):
 
 
 def arguments(**changes):
-    """Part of Megatron-LM's namespace for a model that can be built."""
+    """Return a part of Megatron-LM's arguments for a valid model."""
     values = {
         "experimental_attention_variant": "dsa",
         "multi_latent_attention": True,
@@ -70,7 +70,7 @@ def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
 
 
 def test_fused_rope_is_switched_off_where_megatrons_dsa_has_none(monkeypatch):
-    """Fused RoPE is Megatron's default; no user asked for it."""
+    # Fused RoPE is Megatron's default, so no user has asked for it.
     monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.16.1")
     args = arguments(apply_rope_fusion=True)
     (said,) = FEATURE.rewrite(args)

@@ -1,4 +1,4 @@
-"""Recorded selections on disk: rows as bytes and back; files cut short, damaged, or of another model."""
+"""Recorded selections on disk: encoding, truncated and damaged files, and files of another model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER = Header(topk=6, layers=4, mtp_layers=1, computing=(1, 3, 5))
 
 
 def chosen(visible, topk, seed: int = 0) -> np.ndarray:
-    """Distinct positions of each row in any order, -1 behind them."""
+    """Return distinct positions per row in random order, -1 at the tail."""
     random = np.random.default_rng(seed)
     keys = np.full((len(visible), topk), -1, np.int32)
     for row, seen in enumerate(visible):
@@ -113,7 +113,7 @@ def visible_of(runs) -> np.ndarray:
 
 
 def record(folder, rank: int = 0, steps=(1, 2), header: Header = HEADER, seed: int = 0) -> Writer:
-    """Two runs of rows of two documents, in every layer."""
+    """Write two runs of rows, of two documents, for every layer."""
     writer = Writer(folder, rank, header)
     runs = [Run(0, 4, 8), Run(12, 12, 10)]
     for step in steps:
@@ -126,9 +126,9 @@ def record(folder, rank: int = 0, steps=(1, 2), header: Header = HEADER, seed: i
 
 def test_a_recording_as_engines_hand_it_over(tmp_path):
     record(tmp_path)
-    found = Recording.open(tmp_path)
-    assert [key.step for key in found.places()] == [1] * 3 + [2] * 3
-    array = found.array(2, 0)
+    recording = Recording.open(tmp_path)
+    assert [key.step for key in recording.places()] == [1] * 3 + [2] * 3
+    array = recording.array(2, 0)
     assert array.shape == (22, 3, 6)
     assert array.dtype == np.int32
     assert (array[:4] == -1).all(), "rows that were not recorded"
@@ -136,7 +136,7 @@ def test_a_recording_as_engines_hand_it_over(tmp_path):
     expected = in_order(chosen(visible_of(runs), 6, 23))
     assert np.array_equal(array[4:, 1], expected)
     with pytest.raises(RunError, match="no selection of step 3, sequence 0"):
-        found.array(3, 0)
+        recording.array(3, 0)
 
 
 def test_selections_that_are_handed_over_come_back(tmp_path):
@@ -180,11 +180,11 @@ def test_a_file_cut_anywhere_gives_the_records_before(tmp_path):
         cut = tmp_path / f"cut-{size}"
         cut.mkdir()
         (cut / path.name).write_bytes(data[:size])
-        found = Recording.open(cut)
+        recording = Recording.open(cut)
         whole = Recording.open(tmp_path / "whole").places()
-        assert found.places() == whole[: len(found.places())]
-        for key in found.places():
-            assert found.rows(key) is not None
+        assert recording.places() == whole[: len(recording.places())]
+        for key in recording.places():
+            assert recording.rows(key) is not None
 
 
 def test_who_goes_on_cuts_off_half_a_record_and_later_steps(tmp_path):
@@ -222,10 +222,10 @@ def test_nothing_is_left_of_ranks_that_a_job_in_another_layout_lacks(tmp_path):
         record(tmp_path, rank, steps=(2, 3), seed=7777)
     path = record(tmp_path / "alone", steps=(2, 3), seed=7777).path
     expected = Recording.open(path.parent)
-    found = Recording.open(tmp_path)
-    assert found.places() == [Key(step, 0, layer) for step in (1, 2, 3) for layer in HEADER.computing]
+    recording = Recording.open(tmp_path)
+    assert recording.places() == [Key(step, 0, layer) for step in (1, 2, 3) for layer in HEADER.computing]
     for step in (2, 3):
-        assert np.array_equal(found.array(step, 0), expected.array(step, 0))
+        assert np.array_equal(recording.array(step, 0), expected.array(step, 0))
 
 
 def test_selections_handed_over_damage_no_file_and_count_last(tmp_path):
@@ -239,7 +239,7 @@ def test_selections_handed_over_damage_no_file_and_count_last(tmp_path):
 
 
 FIRST_COUNT = format._PREFIX.size + format._RECORD.size + 8
-"""Place of the first run's number of rows in a record."""
+"""Offset of the first run's row count in a record."""
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_a_flipped_bit_is_named(tmp_path, at, bit):
     begin = len(HEADER.to_bytes())
     data[begin + at if at > 0 else at] ^= 1 << bit
     path.write_bytes(bytes(data))
-    found = Recording.open(tmp_path)
+    recording = Recording.open(tmp_path)
     words = r"rank00000\.selections: the selection of step \d+, sequence 0, layer \d is damaged"
     with pytest.raises(RunError, match=words):
-        list(map(found.rows, found.places()))
+        list(map(recording.rows, recording.places()))
 
 
 def test_recordings_of_two_models_in_one_folder_are_refused(tmp_path):

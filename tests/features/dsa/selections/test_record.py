@@ -1,4 +1,4 @@
-"""Recording beside training: what waits, what is recorded, disks that are full, and what is refused."""
+"""Recording during training: back-pressure, contents, full disks, and refused settings."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def rows(layer: int = 1, runs=((0, LENGTH, 0, LENGTH),), batch: int = 1) -> Laye
 def selection(batch: int = 1, seed: int = 0, low: int = 0, length: int = LENGTH) -> torch.Tensor:
     random = np.random.default_rng(seed)
     out = np.full((batch, length, TOPK), -1, np.int32)
-    for each in out:
+    for sequence in out:
         for row in range(length):
             count = min(TOPK, row + 1)
-            each[row, :count] = np.sort(random.permutation(row + 1)[:count]) + low
+            sequence[row, :count] = np.sort(random.permutation(row + 1)[:count]) + low
     return torch.from_numpy(out)
 
 
@@ -52,13 +52,13 @@ def a_recorder(folder, **options) -> Recorder:
 
 
 def test_everything_taken_is_on_disk_after_a_flush(tmp_path):
-    recorder, chosen = a_recorder(tmp_path), selection(2)
+    recorder, topk_indices = a_recorder(tmp_path), selection(2)
     for layer in (1, 2):
-        recorder.take(Key(1, 4, layer), rows(layer, batch=2), Chosen((chosen,)))
+        recorder.take(Key(1, 4, layer), rows(layer, batch=2), Chosen((topk_indices,)))
     recorder.flush()
-    found = Recording.open(tmp_path)
-    assert found.places() == [Key(1, sequence, layer) for sequence in (4, 5) for layer in (1, 2)]
-    assert np.array_equal(found.array(1, 5)[:, 0], chosen[1].numpy())
+    reopened = Recording.open(tmp_path)
+    assert reopened.places() == [Key(1, sequence, layer) for sequence in (4, 5) for layer in (1, 2)]
+    assert np.array_equal(reopened.array(1, 5)[:, 0], topk_indices[1].numpy())
     assert recorder.records == 4
     recorder.close()
 
@@ -68,7 +68,7 @@ def test_rows_of_documents_and_dense_ones(tmp_path):
     runs = ((0, 5, 0, 5), (5, 8, 5, 8), (8, 9, 0, 0))  # the last row is padding
     whole = torch.cat([selection(length=5), selection(low=5, length=3), torch.full((1, 1, TOPK), -1)], dim=1)
     recorder.take(Key(1, 0, 1), rows(1, runs), Chosen((whole.int(),)))
-    by_run = (selection(length=5), None, None)  # the second document is as long as the selection
+    by_run = (selection(length=5), None, None)  # the second document is as long as topk, so it is dense
     recorder.take(Key(1, 0, 2), rows(2, runs), Chosen(by_run, by_run=True))
     recorder.close()
     array = Recording.open(tmp_path).array(1, 0)
@@ -149,10 +149,10 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
     lines = [line for line in done.stderr.splitlines() if "recording ends at step" in line]
     assert len(lines) == 1
     assert "File too large" in lines[0]
-    found = Recording.open(tmp_path)
-    assert not found.problems
-    for place in found.places():
-        assert found.rows(place) is not None
+    reopened = Recording.open(tmp_path)
+    assert not reopened.problems
+    for place in reopened.places():
+        assert reopened.rows(place) is not None
 
 
 def test_whatever_ends_the_thread_training_goes_on(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_whatever_ends_the_thread_training_goes_on(tmp_path, monkeypatch):
     recorder = a_recorder(tmp_path)
     monkeypatch.setattr(recorder, "finish", lambda: None)
     monkeypatch.setattr(recorder, "_write", lambda piece: {}["a fault"])
-    # Waits for the thread if that has ended.
+    # In a thread, because a flush that waited for the dead recorder would never return.
     training = Thread(target=lambda: [take_steps(recorder, range(1, 6)), recorder.flush()], daemon=True)
     training.start()
     training.join(timeout=60)

@@ -1,4 +1,4 @@
-"""Attention to keys that somebody else has selected: numbers of formulas in fp64, and what is refused."""
+"""Attention to keys selected elsewhere: agreement with fp64 formulas, and refused selections."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ HEADER = Header(TOPK, 4, 0, (1, 3))
 
 
 def foreign(batch: int, lengths=(LENGTH,), seed: int = 0) -> np.ndarray:
-    """A valid selection that no indexer has made, ``[batch, tokens, 2, topk]``, in any order."""
+    """Return a random valid selection ``[batch, tokens, 2, topk]``, keys in any order."""
     random = np.random.default_rng(seed)
     out = np.full((batch, sum(lengths), 2, TOPK), -1, np.int32)
-    for each in out.reshape(batch, -1, 2, TOPK):
+    for tokens in out.reshape(batch, -1, 2, TOPK):
         for layer in range(2):
-            at = 0
+            offset = 0
             for length in lengths:
                 for row in range(length):
                     count = min(TOPK, row + 1)
-                    each[at + row, layer, :count] = random.permutation(row + 1)[:count]
-                at += length
+                    tokens[offset + row, layer, :count] = random.permutation(row + 1)[:count]
+                offset += length
     return out
 
 
@@ -64,7 +64,9 @@ def tensors(batch: int):
 
 
 def formulas(operands: Operands, index: IndexInputs, chosen: torch.Tensor):
-    """Output and loss of attention to ``chosen``, ``[b, s, s]`` bool, from their definitions."""
+    """Return output and loss of attention to the keys of ``chosen``, a bool mask ``[b, s, s]``, by
+    definition.
+    """
     scores = torch.einsum("sbhd,tbd->bhst", operands.query, operands.key[:, :, 0]) * operands.softmax_scale
     probs = scores.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
     latent = torch.einsum("bhst,tbc->sbhc", probs, operands.key[:, :, 0, :LATENT])
@@ -96,8 +98,8 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
     replayed = handed(array).choose(asked(batch))
     mask = torch.zeros(batch, LENGTH, LENGTH + 1, dtype=torch.bool)
     keys = torch.from_numpy(array[:, :, 1]).long()
-    chosen = mask.scatter(-1, keys.masked_fill(keys < 0, LENGTH), True)[..., :LENGTH]
-    found = []
+    visible = mask.scatter(-1, keys.masked_fill(keys < 0, LENGTH), True)[..., :LENGTH]
+    results = []
     for ours in (True, False):
         operands, index, leaves = tensors(batch)
         if ours:
@@ -110,10 +112,10 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
                 result = sparse_attention(problem, index)
             out, value = result.out, result.loss
         else:
-            out, value = formulas(operands, index, chosen)
+            out, value = formulas(operands, index, visible)
         ((out * torch.arange(1.0, out.numel() + 1).view_as(out).sin()).sum() + value).backward()
-        found.append([out.detach(), value.detach(), *(leaf.grad for leaf in leaves)])
-    for got, expected in zip(*found, strict=True):
+        results.append([out.detach(), value.detach(), *(leaf.grad for leaf in leaves)])
+    for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -171,7 +173,7 @@ def test_a_wrong_row_is_named(change, words):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64])
 def test_any_integer_type_is_taken(dtype):
-    array = foreign(1)[..., :1]  # one key for each row: not all types have a -1
+    array = foreign(1)[..., :1]  # one key per row, because unsigned types have no -1
     expected = handed(array, "select").choose(asked(1)).of_all_rows
     assert torch.equal(handed(array.astype(dtype), "select").choose(asked(1)).of_all_rows, expected)
 
@@ -204,14 +206,16 @@ def test_rows_without_a_selection_get_the_indexers():
     assert replayed.missing.nonzero().tolist() == [[0, 11], [1, 6]]
     operands, index, _ = tensors(2)
     loss = LossOptions(1.0, on_chosen_keys=True)
-    own = sparse_attention(Problem(operands, TOPK, loss=loss, backend="reference"), index).topk_indices[0]
+    by_indexer = sparse_attention(
+        Problem(operands, TOPK, loss=loss, backend="reference"), index
+    ).topk_indices[0]
     problem = Problem(operands, TOPK, loss=loss, backend="reference", given=replayed)
     mixed = sparse_attention(problem, index).topk_indices[0]
     missing = replayed.missing
-    assert torch.equal(mixed[missing], own[missing])
+    assert torch.equal(mixed[missing], by_indexer[missing])
     assert torch.equal(mixed[~missing], replayed.of_all_rows[~missing])
-    assert not torch.equal(own[~missing], replayed.of_all_rows[~missing])
-    # Without a loss the indexer is asked for these rows alone.
+    assert not torch.equal(by_indexer[~missing], replayed.of_all_rows[~missing])
+    # Without a loss, the indexer runs for these rows only.
     assert Problem(operands, TOPK, backend="reference", given=replayed).needs_index
 
 
@@ -267,7 +271,7 @@ def test_rows_of_other_tokens(tmp_path):
     again = Recorded(Recording.open(tmp_path), step=2, place=3, missing="select")
     with pytest.raises(SelectionError, match="row 13 has another token than it had when its selection was"):
         again.choose(other)
-    # Stages of a pipeline behind the first one know no tokens.
+    # Later pipeline stages have no tokens to compare.
     assert again.choose(asked(1)).missing is None
 
 

@@ -1,4 +1,4 @@
-"""Requests of a rollout in the pack of a training step: each row at its place; what does not fit is named."""
+"""Selections of a rollout's requests go to their rows in a training step's pack; misfits are named."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from tests.support.contexts import running
 TOPK = 4
 HEADER = Header(TOPK, 5, 0, (1, 2, 4))
 LENGTHS = (9, 3)
-PADDED = torch.tensor([0, 12, 16, 20], dtype=torch.int32)  # multiples of four, and padding behind
+PADDED = torch.tensor(
+    [0, 12, 16, 20], dtype=torch.int32
+)  # documents padded to multiples of four, and padding at the end
 SHARED = {3: 2, 5: 4}
-"""Layers that share: with which."""
+"""Dict from a layer that shares a selection to the layer that computes it."""
 
 
 def request(rows: int, layers: int = 5, seed: int = 0) -> np.ndarray:
-    """What an engine records, a column for each layer of the decoder, ``[rows, layers, topk]``."""
+    """Return an inference engine's record ``[rows, layers, topk]``, a column per decoder layer."""
     random = np.random.default_rng(seed + rows)
     out = np.full((rows, layers, TOPK), -1, np.int32)
     for row in range(rows):
@@ -57,32 +59,32 @@ def test_base64_of_an_engine():
 @pytest.mark.parametrize("kind", ["all layers", "layers that select", "tensors", "last rows too"])
 def test_rows_are_attended_to_where_the_pack_has_them(kind):
     rows = LENGTHS if kind == "last rows too" else [length - 1 for length in LENGTHS]
-    whole = [request(each) for each in rows]
+    whole = [request(count) for count in rows]
     requests = whole
     if kind == "layers that select":
-        requests = [each[:, [0, 1, 3]] for each in whole]
+        requests = [array[:, [0, 1, 3]] for array in whole]
     if kind == "tensors":
-        requests = [torch.from_numpy(each).long() for each in whole]
+        requests = [torch.from_numpy(array).long() for array in whole]
     source = HandedOver(HEADER, "refuse")
     current().microbatch = Microbatch(source)
     try:
         hand_over_requests(requests, LENGTHS, PADDED)
     finally:
         current().microbatch = None
-    # Of documents as the model sees them: padding belongs to the request before it.
+    # Documents as the model sees them: padding belongs to the request before it.
     runs = [RowRun(a, b, a, b) for a, b in ((0, 12), (12, 16), (16, 20))]
     for layer in HEADER.computing:
-        found = source.choose(LayerRows(layer, lambda: runs, 1, 20, 20, TOPK)).of_all_rows[0]
+        topk_indices = source.choose(LayerRows(layer, lambda: runs, 1, 20, 20, TOPK)).of_all_rows[0]
         for begin, array in zip((0, 12), whole, strict=True):
             for row, keys in enumerate(array[:, layer - 1]):
                 expected = sorted(int(key) + begin for key in keys if key >= 0)
-                assert [key for key in found[begin + row].tolist() if key >= 0] == expected
-        # The last token, padding, and the document behind: the keys right before.
-        assert found[11].tolist() == [8, 9, 10, 11]
-        assert found[17].tolist() == [16, 17, -1, -1]
+                assert [key for key in topk_indices[begin + row].tolist() if key >= 0] == expected
+        # The last token and padding have no recorded keys; they get the keys right before them.
+        assert topk_indices[11].tolist() == [8, 9, 10, 11]
+        assert topk_indices[17].tolist() == [16, 17, -1, -1]
         if kind != "last rows too":
-            assert found[8].tolist() == [5, 6, 7, 8]
-            assert found[14].tolist() == [12, 13, 14, -1]
+            assert topk_indices[8].tolist() == [5, 6, 7, 8]
+            assert topk_indices[14].tolist() == [12, 13, 14, -1]
 
 
 def test_multi_token_prediction_that_nobody_recorded_has_no_keys():
@@ -146,7 +148,7 @@ def test_it_needs_a_microbatch_that_waits():
 
 
 def step_of_a_job(asks: bool, forward_only: bool) -> None:
-    """Hand over a microbatch's keys in Megatron's schedule; runs in a worker of the pool."""
+    """Hand over a microbatch's keys inside Megatron's schedule."""
     from mindspeed_dsa.features.dsa import core_attention
     from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
@@ -194,7 +196,7 @@ def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
 
 
 def recorded_step(folder: str, brings: bool) -> int:
-    """Train a step that records; runs in a worker of the pool, and returns how many records it wrote."""
+    """Train a step that records; return the number of written records."""
     from mindspeed_dsa.features.dsa import core_attention
     from mindspeed_dsa.features.dsa.selections.record import steps_of
 

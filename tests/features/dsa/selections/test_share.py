@@ -1,4 +1,4 @@
-"""Selections on their way: one at a time, let go of by the last reader, carried into recomputation."""
+"""Shared selections: only the latest is kept, the last reader frees it, and recomputation reads its own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def places(sharing: Sharing, layers: int) -> list:
 
 
 def test_places_of_a_decoder():
-    found = places(GLM, 9)
-    assert [place.source for place in found] == [f"layer {n}" for n in (1, 2, 3, 3, 3, 3, 7, 7, 7)]
-    assert [n for n, place in enumerate(found, 1) if place.hands_on] == [3, 7]
-    assert [n for n, place in enumerate(found, 1) if place.is_last] == [1, 2, 6, 9]
+    decoder = places(GLM, 9)
+    assert [place.source for place in decoder] == [f"layer {n}" for n in (1, 2, 3, 3, 3, 3, 7, 7, 7)]
+    assert [n for n, place in enumerate(decoder, 1) if place.hands_on] == [3, 7]
+    assert [n for n, place in enumerate(decoder, 1) if place.is_last] == [1, 2, 6, 9]
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def test_places_of_a_decoder():
 )
 def test_places_of_multi_token_prediction(sharing, repeated, sources, repeats):
     config = SimpleNamespace(mtp_num_layers=3, mtp_use_repeated_layer=repeated)
-    found = [mtp_place(sharing, layer, config) for layer in range(1, len(sources) + 1)]
-    assert [place.source for place in found] == [f"layer {n} of multi-token prediction" for n in sources]
-    assert all(place.repeats == repeats for place in found)
+    mtp = [mtp_place(sharing, layer, config) for layer in range(1, len(sources) + 1)]
+    assert [place.source for place in mtp] == [f"layer {n} of multi-token prediction" for n in sources]
+    assert all(place.repeats == repeats for place in mtp)
     if repeated:
         selections = Selections()
-        assert not selections.is_shared_by(found[0])
-        selections.store(found[0], torch.zeros(1))
-        assert selections.is_shared_by(found[0])
+        assert not selections.is_shared_by(mtp[0])
+        selections.store(mtp[0], torch.zeros(1))
+        assert selections.is_shared_by(mtp[0])
 
 
 def forward(selections: Selections, microbatch: int, found: list) -> list[int]:
-    """Selections that the layers of one forward read, by microbatch."""
+    """Run the layers of one forward; return the microbatch of every selection that they read."""
     read = []
     for place in found:
         if place.computes:
@@ -83,36 +83,36 @@ def test_nothing_is_left_after_the_last_reader():
 
 
 def test_a_layer_names_the_one_that_has_not_run():
-    _, _, _, fourth, *_ = found = places(GLM, 9)
+    _, _, _, fourth, *_ = decoder = places(GLM, 9)
     with pytest.raises(RuntimeError, match=r"layer 4 attends to the keys that layer 3 selects.*nothing has"):
         Selections().read(fourth)
     selections = Selections()
-    forward(selections, 0, found[6:8])
+    forward(selections, 0, decoder[6:8])
     with pytest.raises(RuntimeError, match="which has not run before it; layer 7 has"):
         selections.read(fourth)
 
 
 def test_a_recomputed_layer_reads_what_it_has_read_in_forward():
-    found = places(GLM, 9)
+    decoder = places(GLM, 9)
     with recomputing(None):
         layers = {
             (microbatch, number): Carrying(lambda place=place, mb=microbatch: forward(current(), mb, [place]))
             for microbatch in range(3)
-            for number, place in enumerate(found, 1)
+            for number, place in enumerate(decoder, 1)
         }
         for layer in layers.values():
             layer()
-        # Backward: the last layer first, after the forwards of all microbatches.
+        # Backward: the last layer first, after all microbatches' forwards.
         for (microbatch, number), layer in reversed(layers.items()):
-            assert layer() == ([] if found[number - 1].computes else [microbatch])
+            assert layer() == ([] if decoder[number - 1].computes else [microbatch])
         assert current().latest is None
 
 
 def test_what_no_layer_of_a_function_reads_is_not_carried():
-    found = places(GLM, 9)
+    decoder = places(GLM, 9)
     with recomputing(None):
-        group = Carrying(lambda: forward(current(), 1, found))
-        forward(current(), 0, found[2:4])
+        group = Carrying(lambda: forward(current(), 1, decoder))
+        forward(current(), 0, decoder[2:4])
         assert current().latest is not None
         group()
         assert group._read is None
@@ -120,7 +120,7 @@ def test_what_no_layer_of_a_function_reads_is_not_carried():
 
 
 def test_a_selection_is_freed_when_its_last_reader_is_recomputed():
-    """The graph keeps checkpointed functions until all of backward is over."""
+    # The graph keeps checkpointed functions alive until backward ends, so they must drop their selections.
     first, second = places(Sharing(frequency=2), 2)
     indices = torch.zeros(1)
     selected = weakref.ref(indices)
@@ -137,7 +137,7 @@ def test_a_selection_is_freed_when_its_last_reader_is_recomputed():
 
 
 def test_a_layer_attends_run_by_run_to_the_selection_of_each_run():
-    """Operators that take one run at a time leave a selection for each, in keys counted from its first."""
+    # Operators that take one run at a time select per run, with keys counted from the run's first key.
     noise = torch.Generator().manual_seed(0)
     shapes = ((24, 2, 2, 12), (24, 2, 1, 12), (2, 6, 8), (2, 24, 4, 8), (2, 24, 8), (2, 24, 4))
     query, key, value, *index = (torch.randn(*shape, generator=noise) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Microbatches of a schedule: what each replays and records, in evaluations and around steps that fail."""
+"""Selections per microbatch of a schedule, in evaluations and after steps that fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Megatron:
 
 @pytest.fixture
 def selections(monkeypatch):
-    """Return a function that makes the selections of a job with these options."""
+    """Return a function that makes the selections of a job with some options."""
     made = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
@@ -43,19 +43,19 @@ def selections(monkeypatch):
         context = SimpleNamespace(
             megatron=megatron or Megatron(), options=Options(**options), log=log.get("test", "megatron")
         )
-        found = Steps(context)
-        found.set_model(SimpleNamespace(num_layers=2, mtp_num_layers=None, dsa_indexer_topk=3))
-        made.append(found)
-        return found
+        steps = Steps(context)
+        steps.set_model(SimpleNamespace(num_layers=2, mtp_num_layers=None, dsa_indexer_topk=3))
+        made.append(steps)
+        return steps
 
     yield make
-    for each in made:
-        if each.recorder is not None:
-            each.recorder.close()
+    for steps_of_job in made:
+        if steps_of_job.recorder is not None:
+            steps_of_job.recorder.close()
 
 
 def run(selections: Steps, forward, microbatches: int = 2, **step) -> None:
-    """Run a schedule whose forwards call a function with their microbatch."""
+    """Run a schedule that calls ``forward`` with each microbatch."""
 
     def schedule(**_):
         for number in range(microbatches):
@@ -76,10 +76,10 @@ def take(microbatch) -> None:
 
 
 def test_places_count_over_data_parallel_ranks(selections, tmp_path):
-    found = selections(Megatron(data_rank=1, data_ranks=3), record=tmp_path, steps=Numbers.of("2"))
+    steps = selections(Megatron(data_rank=1, data_ranks=3), record=tmp_path, steps=Numbers.of("2"))
     for _ in range(3):
-        run(found, take)
-    found.recorder.flush()
+        run(steps, take)
+    steps.recorder.flush()
     assert Recording.open(tmp_path).places() == [Key(2, place, layer) for place in (1, 4) for layer in (1, 2)]
 
 
@@ -91,16 +91,16 @@ def test_other_tensor_parallel_ranks_write_nothing(selections, tmp_path):
 
 
 def test_an_evaluation_replays_what_is_handed_over_and_records_nothing(selections, tmp_path):
-    found, sources = selections(record=tmp_path, replay=None, with_batch=True), []
+    steps, sources = selections(record=tmp_path, replay=None, with_batch=True), []
 
     def forward(microbatch):
         sources.append(microbatch.source)
         take(microbatch)
 
-    run(found, forward, forward_only=True)
-    run(found, forward)
-    run(found, forward, forward_only=True)
-    found.recorder.flush()
+    run(steps, forward, forward_only=True)
+    run(steps, forward)
+    run(steps, forward, forward_only=True)
+    steps.recorder.flush()
     assert [type(source) for source in sources] == [HandedOver] * 6
     assert len(set(map(id, sources))) == 6
     recording = Recording.open(tmp_path)
@@ -109,21 +109,21 @@ def test_an_evaluation_replays_what_is_handed_over_and_records_nothing(selection
 
 
 def test_an_evaluation_of_a_recorded_job_is_not_followed(selections, tmp_path):
-    found, seen = selections(record=tmp_path), []
-    run(found, seen.append, forward_only=True)
+    steps, seen = selections(record=tmp_path), []
+    run(steps, seen.append, forward_only=True)
     assert seen == [None, None]
-    assert found.recorder is None
+    assert steps.recorder is None
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_step_that_fails_leaves_no_microbatch(selections, forward_only):
-    found = selections(with_batch=True)
+    steps = selections(with_batch=True)
 
     def fail(microbatch):
         assert microbatch is not None
         raise ArithmeticError("no memory")
 
     with pytest.raises(ArithmeticError):
-        run(found, fail, forward_only=forward_only)
+        run(steps, fail, forward_only=forward_only)
     assert current().microbatch is None
-    assert not found.following
+    assert not steps.following

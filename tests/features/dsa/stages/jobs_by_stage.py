@@ -1,4 +1,4 @@
-"""Jobs that go from stage to stage by their checkpoints; they run inside the pool's workers."""
+"""Worker functions: jobs that pass through training stages by their checkpoints."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def chain(
     weights_alone: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Train some steps in each stage, each from the checkpoint of the one before.
+    """Train some steps per stage, each stage from the checkpoint of the previous one.
 
     Args:
-        stages: names.
-        folder: existing folder for the checkpoints.
-        way: format of the checkpoints, as :func:`optimizers.save_to` takes it.
-        ep: expert parallel ranks.
-        pp: pipeline stages.
-        steps: steps of each stage; default: :data:`STEPS`.
-        weights_alone: load as Megatron does with ``--no-load-optim``.
-        **options: of :func:`optimizers.assemble`, and ``switches``.
+        stages: names of the stages.
+        folder: existing directory for the checkpoints.
+        way: checkpoint format, as in :func:`optimizers.save_to`.
+        ep: expert parallel size.
+        pp: pipeline parallel size.
+        steps: number of steps per stage. Default: :data:`STEPS`.
+        weights_alone: whether only weights are loaded, as with ``--no-load-optim``.
+        **options: options of :func:`optimizers.assemble`, and ``switches``.
 
     Returns:
-        for each stage its records and log, and what it found, once loaded and at its end: see :func:`found`.
+        per stage, its records and log, and its :func:`found` state after loading and at the end.
     """
     results, done = [], 0
     plain = {name: value for name, value in options.items() if name != "switches"}
@@ -52,7 +52,7 @@ def chain(
         start({"dsa_stage": stage, **options.get("switches", {})}, ep=ep, pp=pp)
         overrides = {"pipeline_model_parallel_size": pp, **options.get("overrides", {})}
         job = optimizers.assemble(**{**plain, "ep": ep, "overrides": overrides})
-        log.forget()  # lines that are logged once
+        log.forget()  # such log lines appear once per process
         with logged("mindspeed_dsa") as lines:
             if number:
                 optimizers.load_from(job, way, str(Path(folder, str(number - 1))), weights_alone)
@@ -70,7 +70,7 @@ def chain(
 
 
 def found(job: Any) -> dict[str, dict[str, Any]]:
-    """Weights, moments, master weights and steps by the names of parameters, of this rank's shards."""
+    """Return this rank's weights, moments, master weights and steps by parameter name."""
     optimizers.gather(job)
     inside = job.model.module
     model = getattr(inside, "module", inside)
@@ -84,46 +84,46 @@ def found(job: Any) -> dict[str, dict[str, Any]]:
         for group, parameters in groups:
             for main, parameter in zip(group["params"], parameters, strict=True):
                 state, name = part.optimizer.state.get(main, {}), names[id(parameter)]
-                at = part._get_model_param_range_map(parameter)["param"].start if is_sharded(part) else 0
+                offset = part._get_model_param_range_map(parameter)["param"].start if is_sharded(part) else 0
                 if "exp_avg" in state:
                     moments = torch.stack([state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
-                    mine["moments"][name] = (at, moments)
+                    mine["moments"][name] = (offset, moments)
                     mine["steps"][name] = (0, state["step"].clone().reshape(1))
                 if is_sharded(part) or main is not parameter:
-                    mine["masters"][name] = (at, local_of(main.detach()).flatten().clone())
+                    mine["masters"][name] = (offset, local_of(main.detach()).flatten().clone())
         for what, pieces in mine.items():
             result[what] |= _put_together(pieces, part)
     return result
 
 
 def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
-    """Join what data parallel ranks have of each parameter, if the optimizer is distributed."""
+    """Join the shards of all data parallel ranks if the optimizer is distributed."""
     everyone = [pieces]
     if is_sharded(part):
         everyone = [{}] * part.data_parallel_group.size()
         torch.distributed.all_gather_object(everyone, pieces, group=part.data_parallel_group)
-    found: dict[str, dict[int, Tensor]] = {}
-    for each in everyone:
-        for name, (at, piece) in each.items():
-            found.setdefault(name, {})[at] = piece
-    return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in found.items()}
+    pieces_of: dict[str, dict[int, Tensor]] = {}
+    for shards in everyone:
+        for name, (at, piece) in shards.items():
+            pieces_of.setdefault(name, {})[at] = piece
+    return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in pieces_of.items()}
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Names of values that are not the same bits, or in one of them alone."""
+    """Return the names of values that differ in a bit, or that only one of both has."""
     both = first.keys() & second.keys()
     return sorted(first.keys() ^ second.keys()) + [n for n in both if not torch.equal(first[n], second[n])]
 
 
 def lines_of_build(coefficient: float) -> list[str]:
-    """Log of building a model and its optimizer."""
+    """Return the log of building a model and its optimizer."""
     with logged("mindspeed_dsa") as lines:
         optimizers.build(overrides={"dsa_indexer_loss_coeff": coefficient})
     return lines
 
 
 def error_of_state_dict() -> str:
-    """Message of a model that is given no indexer for one of its layers."""
+    """Return the error of a model whose state dict lacks a layer's indexer."""
     model = optimizers.build().model.module.module
     state = model.state_dict()
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints from stage to stage: weights go on bit for bit, and the optimizer begins anew."""
+"""Checkpoints between stages: weights are kept bit for bit, and the optimizer starts anew."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ELSEWHERE = {
     "reuse-fp32-param, distributed": {"switches": {"reuse_fp32_param": True}, **DISTRIBUTED},
     "fsdp2": {"switches": {"use_torch_fsdp2": True}, "fsdp2": True},
 }
-"""Features that keep master weights or moments elsewhere."""
+"""Features that keep master weights or moments outside of the optimizer."""
 
 
 def _unless(name: str, quick: set[str]) -> Any:
@@ -74,7 +74,7 @@ def test_resuming_in_a_stage_is_bitwise(pool: Any, tmp_path: Path, name: str, st
 
 @pytest.mark.parametrize("name", [_unless(name, {"reuse-fp32-param", "fsdp2"}) for name in ELSEWHERE])
 def test_state_kept_elsewhere_begins_anew(pool: Any, tmp_path: Path, name: str) -> None:
-    """With the bits of a job that has loaded the weights alone, ``--no-load-optim``."""
+    """The result is bit-identical to a job that loads only weights, with ``--no-load-optim``."""
     options = ELSEWHERE[name]
     way = "fully_reshardable" if "distributed" in name else "torch_dist"
     runs = []
@@ -90,7 +90,7 @@ def test_state_kept_elsewhere_begins_anew(pool: Any, tmp_path: Path, name: str) 
 
 
 def check(stages: list[str], found: list[dict[str, Any]]) -> None:
-    """Follow indexers, and all else, through the stages of a job."""
+    """Check weights and optimizer state of indexers, and of all other layers, through a job's stages."""
     for indexers in (True, False):
 
         def of_kind(values: dict[str, Any], indexers: bool = indexers) -> dict[str, Any]:

@@ -16,14 +16,14 @@ KEY = "decoder.layers.{}self_attention.core_attention.indexer.linear_wk.weight"
 
 
 def context(stage: str, **config: Any) -> Any:
-    """Stand for the context of a session that has built a model of six layers."""
+    """Return a fake session context whose model has six layers."""
     models = SimpleNamespace(config=SimpleNamespace(num_layers=6, **config))
     log = SimpleNamespace(info=lambda *args, **kwargs: None)
     return SimpleNamespace(options=SimpleNamespace(stage=stage), state=lambda factory: models, log=log)
 
 
 def stored(*numbers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a checkpoint in which these layers have an indexer."""
+    """Return the shapes in a checkpoint in which these layers have an indexer."""
     named = {KEY.format(f"{number - 1}."): (4, 4) for number in numbers}
     return {"decoder.layers.0.mlp.linear_fc1.weight": (4, 4), **named}
 

@@ -1,4 +1,4 @@
-"""Optimizers that load the state of another stage, on stand-ins for those that need a GPU."""
+"""Optimizers that load another stage's state, with stand-ins for those that need a GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mindspeed_dsa.patches import SettingsError
 
 
 class FusedAdam:
-    """Transformer Engine's, as the precision-aware optimizer has it: it keeps the master weights.
+    """Stand-in for Transformer Engine's FusedAdam in the precision-aware optimizer, which keeps master
+    weights.
 
-    The optimizer makes the state of a parameter in the first step that finds none.
+    The first step without state for a parameter makes it.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -41,7 +42,9 @@ class FusedAdam:
 
 
 class Distributed:
-    """Megatron's distributed optimizer: it allocates state to load into, and copies no master weights."""
+    """Stand-in for Megatron's distributed optimizer, which allocates state to load into, but no master
+    weights.
+    """
 
     def __init__(self, inner: FusedAdam | None) -> None:
         self.optimizer = inner
@@ -52,25 +55,25 @@ class Distributed:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 names = ("exp_avg", "exp_avg_sq", "master_param")
-                # torch.empty in Megatron: any bits.
+                # Megatron uses torch.empty, so the values are arbitrary.
                 self.optimizer.state[parameter] = {name: torch.full_like(parameter, 9.0) for name in names}
 
     def reload_model_params(self) -> None:
-        """Return at once."""
+        """Do nothing."""
 
 
 def context(stage: str) -> tuple[Any, list[str]]:
-    """Stand for the context of a session; and what is logged."""
+    """Return a fake session context, and the list of its log lines."""
     said: list[str] = []
     log = SimpleNamespace(info=lambda text, *args, **kwargs: said.append(text % args))
     return SimpleNamespace(options=SimpleNamespace(stage=stage), log=log), said
 
 
 def loading(stage: str) -> tuple[Callable[..., Any], list[Any], list[str]]:
-    """Return ``load_state_dict`` in a stage, what Megatron's own was given, and what is logged."""
-    own: list[Any] = []
+    """Return ``load_state_dict`` in a stage, the states passed to Megatron's own, and log lines."""
+    passed_on: list[Any] = []
     here, said = context(stage)
-    return load_state(lambda self, state: own.append(state), here), own, said
+    return load_state(lambda self, state: passed_on.append(state), here), passed_on, said
 
 
 def test_master_weights_that_the_optimizer_keeps_are_made_from_the_loaded_weights() -> None:
@@ -90,7 +93,7 @@ def test_master_weights_that_the_optimizer_keeps_are_made_from_the_loaded_weight
 
 
 def test_master_weights_of_parts_that_are_offloaded_stay_where_they_are() -> None:
-    """Megatron copies the weights into them, and their state has the very tensors."""
+    # Megatron copies the weights into these masters, and the optimizer state refers to the same tensors.
     parameter, master = torch.nn.Parameter(torch.full((2,), 5.0)), torch.full((2,), 9.0)
     inner = FusedAdam(parameter)
     inner.sub_optimizers = []  # type: ignore[attr-defined]
@@ -119,23 +122,23 @@ OF_0_2 = {"param_groups": [{"lr": 1.0}]}
     ids=["bf16", "fp32", "chain of format torch", "chain"],
 )
 def test_an_optimizers_state_of_0_2_that_says_what_it_trained_is_refused(stage: str, state: Any) -> None:
-    """Without the refusal its moments would go to other parameters of the default stage."""
-    load, own, _ = loading(stage)
+    # Otherwise the default stage would load the moments into other parameters.
+    load, passed_on, _ = loading(stage)
     with pytest.raises(SettingsError, match=r"mindspeed_dsa 0\.2\.0 .*; load it with --no-load-optim$"):
         load(Distributed(FusedAdam(torch.nn.Parameter(torch.ones(2)))), state)
-    assert not own
+    assert not passed_on
 
 
 def test_an_optimizers_state_of_0_2_that_trained_all_from_the_start_is_loaded() -> None:
-    load, own, said = loading("sparse")
+    load, passed_on, said = loading("sparse")
     state = {"optimizer": OF_0_2, "dsa_stage": {"places": [[1]]}}
     load(Distributed(FusedAdam(torch.nn.Parameter(torch.ones(2)))), state)
-    assert own == [state]
+    assert passed_on == [state]
     assert not said
 
 
 def test_weights_of_a_checkpoint_of_0_2_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--no-load-optim`` Megatron asks for no optimizer."""
+    # With ``--no-load-optim``, Megatron requests no optimizer state.
     monkeypatch.setattr(layers, "checked", lambda wanted, *args: wanted)
     common = {"optimizer": {"optimizer": OF_0_2, "dsa_stage": {"trained": ["indexers"]}}}
     files = SimpleNamespace(
@@ -155,8 +158,8 @@ def test_weights_of_a_checkpoint_of_0_2_are_loaded_alone(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("state", [{}, {"stage_of_dsa": "sparse"}])
 def test_an_optimizer_without_parameters_begins_nothing_anew(state: dict[str, str]) -> None:
-    """A rank whose layers train nothing in this stage has Megatron's stub, whose state is empty."""
-    load, own, said = loading("warmup")
+    # A rank whose layers train nothing in this stage has Megatron's stub optimizer with empty state.
+    load, passed_on, said = loading("warmup")
     load(Distributed(None), state)
     assert not said
-    assert not own
+    assert not passed_on

@@ -40,21 +40,21 @@ def test_fused_switches_change_nothing(pool, alone, switches):
 
 
 def test_a_second_stream_leaves_the_indexers_their_gradients(pool, alone):
-    """What is projected beside a layer without a graph has none, and must not be taken."""
+    # In the warm-up, projections next to a layer have no graph, so no gradient may be expected there.
     (ours,) = pool.run(f"{CASES}:warmup", 1, switches={"two_streams": True}, overrides=SELECTED)
     assert_same_gradients(ours["gradients"], alone["gradients"])
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=str)
 def test_layouts_have_the_gradients_of_one_process(pool, alone, layout):
-    # Megatron's arguments, unlike its configuration, free outputs that the next stage has received.
+    # Megatron's command line, unlike its config, frees outputs that the next stage has received.
     overrides = {**SELECTED, "deallocate_pipeline_outputs": True}
     ranks = pool.run(f"{CASES}:warmup", 2, overrides=overrides, **layout)
     trained = {name for rank in ranks for name in rank["trained"]}
     assert trained == set(alone["trained"])
     for rank in ranks:
         assert set(rank["changed"]) == set(rank["trained"])
-    if layout:  # two data parallel ranks see other samples
+    if layout:  # two data parallel ranks would see other samples
         for rank in ranks:
             expected = {name: alone["gradients"][name] for name in rank["gradients"]}
             assert_same_gradients(rank["gradients"], expected)

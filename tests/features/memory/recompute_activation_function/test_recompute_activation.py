@@ -1,4 +1,4 @@
-"""Activation functions recomputed: the same training bit for bit, and the memory that the formula says."""
+"""Recomputed activation functions: bit-identical training, and memory savings as in the formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON = {"recompute_activation_function": True}
 CHECKED = {**ON, "recompute_verify": True}
 FUSED = {"bias_activation_fusion": True}
 UNGATED = {"gated_linear_unit": False}
-TOKENS = 4 * 20  # of `kept_bytes`
+TOKENS = 4 * 20  # tokens of `kept_bytes`
 LAYERS = 2
 FFN = 64
 
@@ -35,7 +35,7 @@ def both(
 
 
 def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
-    """Losses, gradients and random states of all ranks, bit for bit."""
+    """Check losses, gradients and random states of all ranks bit for bit."""
     for before, after in zip(off, on, strict=True):
         assert losses_of(before) == losses_of(after)
         assert before["gradients"].keys() == after["gradients"].keys()
@@ -144,28 +144,30 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, arguments):
 @pytest.mark.parametrize(
     ("overrides", "activation", "floats"),
     [
-        # per token: the product; and silu of the gate and the other half plus its offset, which it is made of
+        # Floats per token: the product, silu of the gate, and the other half plus its offset, whose product
+        # it is.
         (PLAIN, "silu", 3 * FFN),
         ({**PLAIN, **FUSED}, "silu", FFN),
         ({**PLAIN, **UNGATED}, "gelu", FFN),
-        # every token goes to two of the experts of width 16, where the product with the router's probability
-        # comes on top, and to the shared expert of width 24
+        # Each token goes to two experts of width 16, which also multiply by the router's probability, and to
+        # the shared expert of width 24.
         (EXPERTS, "silu", 2 * 4 * 16 + 3 * 24),
         ({**EXPERTS, **FUSED}, "silu", 2 * 16 + 24),
     ],
     ids=("SwiGLU", "SwiGLU, fused", "GELU", "experts", "experts, fused"),
 )
 def test_the_memory_of_activations_goes(pool, overrides, activation, floats):
-    # Some functions are scripted: what their first calls keep depends on how often they have run.
+    # Some functions are scripted, and save less after their first calls.
     for _ in range(3):
         (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides, activation=activation)
         (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides, activation=activation)
     saved = off["forward"] - on["forward"]
     assert saved == pytest.approx(LAYERS * TOKENS * floats * 4, rel=0.02)
-    # At two layers, computing again takes what was freed in the other one. Without fusion the intermediates
-    # are gone as well, and so must be the second copy of the output when the function's backward runs.
+    # With two layers, recomputing one layer takes the memory freed in the other. Without fusion the
+    # intermediates are freed as well, and so must be the second copy of the output when the function's
+    # backward runs.
     lowered = 3.5 * FFN if overrides is PLAIN else 0
-    # Peaks of equal runs differ by up to 324 bytes; the smallest activation here has 7680.
+    # Peaks of equal runs differ by up to 324 bytes; the smallest activation has 7680 bytes.
     assert on["peak"] <= off["peak"] - TOKENS * lowered * 4 + 1000
 
 
@@ -181,7 +183,7 @@ def test_a_wrong_recomputation_is_noticed(pool):
     arguments = {"case": f"{CASES}:drift", "by": 1e-6}
     (error,) = pool.run("tests.support.model:error_of", 1, switches=CHECKED, **arguments)
     assert "activation function of layer 1, mlp" in error
-    assert "128 of 2560 recomputed values differ" in error  # those of the last position of both sequences
+    assert "128 of 2560 recomputed values differ" in error  # the last position of both sequences
     (error,) = pool.run("tests.support.model:error_of", 1, switches=ON, **arguments)
     assert error == "", "without the switch nobody looks"
 
@@ -201,12 +203,12 @@ def test_nothing_is_discarded_without_gradients(pool):
 
 
 def test_undo_gives_the_model_back(pool):
-    (found,) = run(pool, "after_undo", switches={**CHECKED, "recompute_norm": True})
-    assert found["changed"] == [True, True, True]
-    assert found["restored"]
-    assert found["discarded"] == 0
-    assert found["attributes"] == []
-    assert found["flags"] == [False, False]
+    (result,) = run(pool, "after_undo", switches={**CHECKED, "recompute_norm": True})
+    assert result["changed"] == [True, True, True]
+    assert result["restored"]
+    assert result["discarded"] == 0
+    assert result["attributes"] == []
+    assert result["flags"] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Norms recomputed: the same training, and the memory that the formula says."""
+"""Recomputed norms: the same training, and memory savings as in the formula."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN = 32
 @pytest.mark.parametrize("switches", [CHECKED, BOTH], ids=["norms", "norms and activations"])
 @pytest.mark.parametrize("overrides", [PLAIN, EXPERTS], ids=["MLP", "experts"])
 def test_training_is_the_same_bit_for_bit(pool, overrides, switches):
-    """LayerNorm is one operation; for RMSNorm on the CPU see below."""
+    """LayerNorm is one operation; the test below covers RMSNorm on CPUs."""
     overrides = {**overrides, **LAYER_NORM}
     off = run(pool, "train", switches={}, overrides=overrides)
     on = run(pool, "train", switches=switches, overrides=overrides)
@@ -47,7 +47,8 @@ def test_training_is_the_same_bit_for_bit(pool, overrides, switches):
     ids=("one process", "MTP", "TP2+SP", "PP2", "PP4 x VPP2"),
 )
 def test_rms_norm_of_several_operations_is_the_same_but_for_rounding(pool, world_size, arguments):
-    """Losses bit for bit; the gradient of the norm's input is a sum of three, added up in another order."""
+    # The gradient of the norm's input is a sum of three terms, added in another order. Losses are
+    # bit-identical.
     arguments["overrides"] = {"num_layers": arguments.get("pp", 1) * (arguments.get("vpp") or 2)}
     off = run(pool, "train", world_size, switches={}, **arguments)
     on = run(pool, "train", world_size, switches=CHECKED, **arguments)
@@ -65,7 +66,7 @@ def test_frozen_norms(pool):
 
 
 def test_norms_learn_where_their_input_needs_no_gradient(pool):
-    """The first norm sees nothing that learns: it is left alone, and its own weight learns as before."""
+    """A norm whose input needs no gradient is not recomputed, and its weight still learns."""
     arguments = {"overrides": {**PLAIN, **LAYER_NORM}, "frozen": "embedding"}
     off = run(pool, "train", switches={}, **arguments)
     on = run(pool, "train", switches=CHECKED, **arguments)
@@ -79,7 +80,7 @@ def test_norms_learn_where_their_input_needs_no_gradient(pool):
     [("LayerNorm", HIDDEN, 2), pytest.param("RMSNorm", 2 * HIDDEN, 1, marks=pytest.mark.full)],
 )
 def test_the_memory_of_norms_goes(pool, norm, floats, per_token):
-    """Output, mean and reciprocal deviation; of RMSNorm on the CPU also what is between its operations."""
+    # Output, mean and reciprocal deviation; RMSNorm on the CPU also saves intermediate results.
     overrides = {**PLAIN, "normalization": norm}
     (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides)
     (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides)
@@ -101,19 +102,24 @@ def test_a_wrong_recomputation_is_noticed(pool):
 
 
 def test_megatrons_own_modules_are_verified_too(pool):
-    """Without Transformer Engine its layernorm module does not even run."""
-    own = {**PLAIN, **LAYER_NORM, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    # Without Transformer Engine, Megatron's layernorm module does not even run.
+    megatrons = {
+        **PLAIN,
+        **LAYER_NORM,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm"],
+    }
     off = run(pool, "train", switches={}, overrides={**PLAIN, **LAYER_NORM})
-    on = run(pool, "train", switches={"recompute_verify": True}, overrides=own)
+    on = run(pool, "train", switches={"recompute_verify": True}, overrides=megatrons)
     assert_same(off, on)
     assert on[0]["discarded"] == 3 * LAYERS * 2
-    arguments = {"case": f"{CASES}:changed_norm_weight", "overrides": {**own, **PLAIN}}
+    arguments = {"case": f"{CASES}:changed_norm_weight", "overrides": {**megatrons, **PLAIN}}
     (error,) = pool.run("tests.support.model:error_of", 1, switches={"recompute_verify": True}, **arguments)
     assert "recomputed values differ" in error
 
 
 def test_megatrons_own_module_trains_without_transformer_engine(pool):
-    """Named among the modules it is enough: Megatron's checkpoint needs Transformer Engine, ours does not."""
+    """The module name is enough: Megatron's checkpoint needs Transformer Engine, ours does not."""
     named = {"recompute_modules": ["layernorm"]}
     off = run(pool, "train", switches={}, overrides={**EXPERTS, **LAYER_NORM})
     own = {**EXPERTS, **LAYER_NORM, "recompute_granularity": "selective", **named}

@@ -24,18 +24,18 @@ SPECIAL = (
 
 
 def numbers(bits: Tensor) -> Tensor:
-    """float32 of 32-bit patterns in int64."""
+    """Return float32 numbers of 32-bit patterns in int64."""
     return bits.to(torch.int32).view(torch.float32)
 
 
 def every_upper_half() -> Tensor:
-    """All 2^16 upper halves with each of the special lower halves."""
+    """Return all 2^16 upper halves combined with each special lower half."""
     high = torch.arange(2**16, dtype=torch.int64) << 16
     return numbers(torch.cat([high | low for low in LOW]))
 
 
 def shuffled(count: int, seed: int = 0) -> Tensor:
-    """Random bit patterns in which ties and special values are frequent."""
+    """Return random bit patterns with many ties and special values."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**32, (count,), generator=generator)
     kind = torch.randint(0, 4, (count,), generator=generator)
@@ -49,14 +49,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_rounded(weight: Tensor, words: Tensor) -> None:
-    """torch's own rounding; NaN where there was NaN."""
+    """Check that the weight is torch's rounding, with NaN for NaN."""
     nan = words.isnan()
     assert torch.equal(weight.isnan(), nan)
     assert torch.equal(weight.view(torch.int16)[~nan], words.to(torch.bfloat16).view(torch.int16)[~nan])
 
 
 def nearest_even(bits: int) -> int:
-    """Round to nearest even by whole numbers, for anything but NaN: the definition, not torch's code."""
+    """Round to nearest even with integers, by definition; not for NaN."""
     down, rest = bits >> 16, bits & 0xFFFF
     return down + (rest > 0x8000 or (rest == 0x8000 and down % 2 == 1))
 
@@ -124,7 +124,7 @@ STORAGES = {
     },
 }
 
-# A float32 begins at an even position, which the last of an odd number of odd shards has none of.
+# A float32 starts at an even position, so the last of an odd number of odd shards has no room.
 FORMS = [
     pytest.param(make, numel, id=f"{name}, {numel}")
     for name, make in STORAGES.items()
@@ -140,7 +140,7 @@ def test_the_last_of_an_odd_number_of_odd_shards_is_refused(numel):
 
 
 def assert_same_weights(found, expected):
-    """Bit for bit, but for the bits of a NaN, which hang on the processor's conversion."""
+    """Check for bit equality except in NaN, whose bits depend on the processor's conversion."""
     numbers = ~expected.isnan()
     assert torch.equal(~found.isnan(), numbers)
     assert torch.equal(found.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
@@ -159,7 +159,7 @@ def test_forms_change_back_and_forth_whatever_the_block(make, numel):
             storage.to_master()
             assert_same_bits(storage.master, words)
             assert_same_bits(storage.read(0, numel), words)
-            if turn == 1:  # other numbers than at first, as after a step
+            if turn == 1:  # new numbers, as after a step
                 words = shuffled(numel, seed=turn)
                 whole = split(words)
                 storage.master.copy_(words)
@@ -233,7 +233,7 @@ def test_writing_in_the_middle_of_a_step_is_refused():
 
 
 class Saturating(TorchDispatchMode):
-    """A device whose conversions to int16 saturate: no manual of CANN's says that they wrap."""
+    """Device whose conversions to int16 saturate, because CANN's manuals do not promise wrapping."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

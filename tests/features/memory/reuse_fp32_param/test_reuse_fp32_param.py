@@ -1,4 +1,4 @@
-"""Shared storage of weights and master weights; see also ``test_optimizer_features.py``."""
+"""Storage shared by weights and master weights; see also ``test_optimizer_features.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: steps with saved tensors on the host, and every copy that is made."""
+"""Worker functions: steps with saved tensors on the host, and counts of all copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import model as job
 
 
 class Copies:
-    """Bytes of the copies to the host and back, in the order of the copies."""
+    """Bytes of each copy to the host and back, in order."""
 
     def __init__(self) -> None:
         self.out: list[int] = []
@@ -30,7 +30,7 @@ class Copies:
 
 @contextmanager
 def copies() -> Iterator[Copies]:
-    """Watch what the platform copies to and from the pool of host buffers."""
+    """Record the platform's copies to and from the pool of host buffers."""
     from mindspeed_dsa.platforms.base import Platform
     from mindspeed_dsa.platforms.host_pool import shared
 
@@ -48,83 +48,85 @@ def copies() -> Iterator[Copies]:
 
 
 def in_use() -> int:
-    """Bytes that nobody has given back to the pool."""
+    """Return the bytes that are not yet returned to the pool."""
     from mindspeed_dsa.platforms.host_pool import shared
 
     return shared.figures().in_use
 
 
 def train(**arguments: Any) -> dict[str, Any]:
-    """As :func:`recompute_cases.train`, with bytes ``out`` and ``back``, and those ``in use`` afterwards."""
+    """Run :func:`recompute_cases.train`; add bytes copied ``out`` and ``back``, and bytes still ``in
+    use``.
+    """
     with copies() as seen:
         result = recompute_cases.train(**arguments)
     return {**result, "out": sum(seen.out), "back": sum(seen.back), "in use": in_use()}
 
 
 def kept_bytes(**arguments: Any) -> dict[str, int]:
-    """As :func:`recompute_cases.kept_bytes`, with the bytes that one backward has copied ``back``.
+    """Run :func:`recompute_cases.kept_bytes`; add the bytes that one backward copies ``back``.
 
-    All that was off the device comes back; what a graph that nobody needed has had copied does not.
+    ``back`` equals the bytes that were off the device. Copies of an unused graph are never copied back.
     """
     with copies() as seen:
-        found = recompute_cases.kept_bytes(**arguments)
+        result = recompute_cases.kept_bytes(**arguments)
     assert len(seen.back) % 2 == 0, "two steps alike"
-    return {**found, "back": sum(seen.back) // 2}
+    return {**result, "back": sum(seen.back) // 2}
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:
-    """``[batch, sequence, vocabulary]``; of these a second backward is possible, unlike of the loss."""
+    """Return logits ``[batch, sequence, vocabulary]``, which, unlike the loss, allow a second backward."""
     result: Tensor = model(tokens[:, :-1], torch.arange(job.SEQUENCE).expand(2, -1), None)
     return result
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Of all parameters, which are without afterwards."""
+    """Return the gradients of all parameters, and clear them."""
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
 
 
 def in_flight(switches: Mapping[str, Any], order: list[int]) -> list[dict[str, Tensor]]:
-    """Three forwards, then their backwards in any order; the gradients of each."""
+    """Run three forwards, then their backwards in any order; return the gradients of each."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     losses = [job.per_token_loss(model, job.samples(2, seed=seed)).sum() for seed in range(3)]
-    found: dict[int, dict[str, Tensor]] = {}
+    by_forward: dict[int, dict[str, Tensor]] = {}
     for index in order:
         losses[index].backward()
-        found[index] = gradients(model)
+        by_forward[index] = gradients(model)
     assert in_use() == 0
-    return [found[index] for index in range(3)]
+    return [by_forward[index] for index in range(3)]
 
 
 def without_backward(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Forwards that have no backward: copies that they make, and bytes in use when they are forgotten."""
+    """Run forwards without backward; return their copies, and bytes in use after they are dropped."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     tokens = job.samples(2)
-    found = {}
+    result = {}
     gc.collect()
-    gc.disable()  # nothing may depend on it
+    gc.disable()  # memory must be freed without the garbage collector
     try:
         with copies() as seen:
             with torch.no_grad():
                 job.per_token_loss(model, tokens)
-            found["no_grad"] = len(seen.out)
+            result["no_grad"] = len(seen.out)
             job.per_token_loss(model.requires_grad_(False), tokens)
-            found["frozen"] = len(seen.out)
+            result["frozen"] = len(seen.out)
             loss = job.per_token_loss(model.requires_grad_(True), tokens)
-            found["dropped"] = len(seen.out)
-            found["held"] = in_use()
+            result["dropped"] = len(seen.out)
+            result["held"] = in_use()
             del loss
-            found["left"] = in_use()
+            result["left"] = in_use()
     finally:
         gc.enable()
-    return found
+    return result
 
 
 def reported(switches: Mapping[str, Any]) -> list[str]:
-    """What is logged while two samples pass."""
+    """Return the log lines of one forward of two samples."""
     from mindspeed_dsa import log
 
     job.start(switches)
@@ -136,7 +138,7 @@ def reported(switches: Mapping[str, Any]) -> list[str]:
 
 
 def twice(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Two backwards through one graph."""
+    """Run two backwards through one graph."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     total = logits(model, job.samples(2)).sum()
@@ -149,7 +151,7 @@ def twice(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def interrupted(switches: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An exception in the second layer, in the attention or behind it, and a step after that."""
+    """Raise in the second layer, in or after its attention, and take a step after that."""
     job.start(switches)
     _, (model,) = built(PLAIN)
     layer = model.decoder.layers[1]
@@ -171,14 +173,14 @@ def interrupted(switches: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
-    """When copies start and memory goes, among what layers compute in a forward and a backward."""
+    """Return the order of copies, frees and layers in one forward and backward."""
     from mindspeed_dsa.features.memory.swap_attention import swapped_storage
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
 
     job.start(switches)
     _, (model,) = built({**PLAIN, "num_layers": num_layers})
     events: list[str] = []
-    layer_of: dict[int, int] = {}  # by the address of a host buffer
+    layer_of: dict[int, int] = {}  # by the address of the host buffer
     start, leave = swapped_storage._copy_behind_current, SwappedStorage.leave
 
     def note(what: str) -> Callable[..., None]:
@@ -214,7 +216,7 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, Any]:
-    """Weight gradients that the linear layers add to ``main_grad`` themselves, and their reduction."""
+    """Return weight gradients that linear layers accumulate into ``main_grad``, and their reduction."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -233,9 +235,11 @@ def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, An
 
 
 def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> dict[str, Any]:
-    """What Transformer Engine's switch says inside the attention and outside of it, and what is left of it.
+    """Return Transformer Engine's offload switch inside of attention, outside of it, and afterwards.
 
-    ``before``: the attributes of the engine's module.
+    Args:
+        switches: feature switches.
+        **before: initial attributes of the engine's module.
     """
     from megatron.core.extensions import transformer_engine
 
@@ -243,23 +247,21 @@ def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> di
     _, (model,) = built(PLAIN)
     layer = model.decoder.layers[0]
     engine = SimpleNamespace(**before)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, module in (("attention", layer.self_attention.linear_proj), ("mlp", layer.mlp)):
         module.register_forward_pre_hook(
-            lambda *_, name=name: found.__setitem__(name, vars(engine).get("CPUOffloadEnabled"))
+            lambda *_, name=name: result.__setitem__(name, vars(engine).get("CPUOffloadEnabled"))
         )
     with mock.patch.object(transformer_engine, "cpu_offload", engine):
         job.per_token_loss(model, job.samples(2))
-    return {**found, "left": vars(engine)}
+    return {**result, "left": vars(engine)}
 
 
 def steps(
     switches: Mapping[str, Any], count: int, asynchronous: bool = True, room: float = 2.0**40
 ) -> list[dict[str, Any]]:
-    """Steps of two microbatches on Megatron's schedule: loss, gradients, bytes copied, most on the host, log.
-
-    Every event is a tick later than the one before, so the time that anything takes is a number of events.
-    """
+    """Take steps of two microbatches; return loss, gradients, copied bytes, peak host bytes and log."""
+    # Each event is one tick of the fake clock after the previous one, so durations count events.
     from mindspeed_dsa import log
     from mindspeed_dsa.features.memory.swap_attention import hidden_copies
     from mindspeed_dsa.platforms import cpu
@@ -277,7 +279,7 @@ def steps(
         most.append(max(most.pop(), in_use()))
         return buffer
 
-    found = []
+    results = []
     log.forget()
     with (
         redirect_stderr(io.StringIO()) as said,
@@ -300,12 +302,12 @@ def steps(
                 )
             result = {"losses": losses, "gradients": gradients(model), "most": most[0]}
             result["said"] = said.getvalue().splitlines()
-            found.append({**result, "out": sum(seen.out), "back": sum(seen.back)})
-    return found
+            results.append({**result, "out": sum(seen.out), "back": sum(seen.back)})
+    return results
 
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[int, tuple[str, ...]]:
-    """Numbers of this rank's layers that swap, with the modules that do."""
+    """Return this rank's layers that swap, with their swapped modules."""
     from mindspeed_dsa.features.memory.swap_attention import layer_pass as swap_layers
 
     job.start(switches, **layout)
@@ -317,7 +319,7 @@ def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -
 
 
 def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that outlives the feature, and one that is built without it."""
+    """Run a model that outlives the feature."""
     import mindspeed_dsa
 
     job.start(switches)

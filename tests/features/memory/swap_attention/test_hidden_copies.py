@@ -1,4 +1,6 @@
-"""``--swap-attention auto``: what is decided from times, and that later steps swap that and no more."""
+"""``--swap-attention auto``: the choice from measured times, and steps that swap exactly the chosen
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ AUTO = {**ON, "swap_attention": "auto"}
 
 
 class At:
-    """An event at a time in seconds."""
+    """Event at a time in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -50,7 +52,8 @@ def test_what_is_saved_late_has_less_time_to_go():
 
 
 def test_what_is_read_first_comes_back_first():
-    # The second one is read at 1 and takes 1: with the margin it is late. Alone, the first one is in time.
+    # The second storage is read at 1 and takes 1, too late with the margin. The first one is in time by
+    # itself.
     assert hidden([storage(0, 0, 1, 4), storage(0, 0, 1, 1)], end=9) == 1
     assert hidden([storage(0, 0, 1, 4), storage(0, 0, 1, 1.2)], end=9) == 2
     assert hidden([storage(0, 0, 1, 2), storage(0, 0, 1, 1.2)], end=9) == 1
@@ -67,11 +70,11 @@ def clock(asked: float, reads: list[float], ends: list[float], above: Clock | No
 
 def test_time_that_the_device_waited_is_not_time_to_hide_in():
     above = clock(10, [12], [15])  # waits for 3 s
-    below = clock(10, [30, 20], [16, 24], above)  # the second one is read first, and waited for, for 4 s
-    found, end = below.times() or ([], math.nan)
+    below = clock(10, [30, 20], [16, 24], above)  # the second one is read first, after a wait of 4 s
+    times, end = below.times() or ([], math.nan)
     assert end == 2
-    assert [each.read for each in found] == [30 - 10 - 3 - 4, 20 - 10 - 3]
-    assert [each.back for each in found] == [1, 1]
+    assert [each.read for each in times] == [30 - 10 - 3 - 4, 20 - 10 - 3]
+    assert [each.back for each in times] == [1, 1]
 
 
 def test_a_storage_that_has_never_left_has_no_copy_back():
@@ -128,7 +131,7 @@ def test_steps_after_the_second_swap_what_is_hidden(pool, without):
     for plain, swapped in zip(without, auto, strict=True):
         assert_same_gradients(plain["gradients"], swapped["gradients"])
     assert [step["out"] for step in auto[:2]] == [step["out"] for step in everything[:2]]
-    # Each event is a tick, so the last copies of a layer are behind its end.
+    # Each event is a tick, so the last copies of a layer end after the layer.
     assert 0 < auto[2]["out"] < auto[1]["out"]
     assert auto[3]["out"] == auto[2]["out"]
     assert 0 < auto[3]["most"] < everything[3]["most"]
@@ -141,7 +144,9 @@ def test_nothing_is_hidden_where_copies_take_the_computations_time(pool, without
 
 
 def test_the_log_says_why_nothing_is_swapped(pool):
-    """Layers have storages of both kinds: too small ones, and others, of which step 2 has hidden none."""
+    """The log names both reasons: storages that are too small, and storages whose copies step 2 did not
+    hide.
+    """
     auto = steps(pool, {**AUTO, "swap_attention_min_bytes": 2048}, asynchronous=False)
     assert [step["out"] > 0 for step in auto] == [True, True, False, False]
     (line,) = auto[3]["said"]

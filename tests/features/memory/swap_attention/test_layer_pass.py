@@ -1,4 +1,4 @@
-"""What happens to single saved tensors between forward and backward."""
+"""Single saved tensors between forward and backward."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def seen() -> Iterator[Copies]:
 
 
 def source() -> Tensor:
-    """``[SIZE, SIZE]``, wants a gradient, and is saved nowhere."""
+    """Return a ``[SIZE, SIZE]`` leaf that requires a gradient."""
     return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def swapped(function: Callable[..., Tensor], *inputs: Tensor, min_bytes: int = 0, stays: Any = ()) -> Tensor:
-    """``function(*inputs)`` in a layer of its own."""
+    """Run ``function(*inputs)`` in a separate layer pass."""
     layer_pass = LayerPass("layer 7", min_bytes, iter(stays))
     with layer_pass.whole_layer(), layer_pass.hooks():
         return function(*inputs)
@@ -50,7 +50,7 @@ def gradient(output: Tensor, x: Tensor) -> Tensor:
 
 
 def chain(x: Tensor) -> Tensor:
-    """Saves two tensors of its own: the sine's input and the output of the exponential."""
+    """Function that saves two tensors: the sine's input and the exponential's output."""
     return (2 * x).sin().exp()
 
 
@@ -73,7 +73,7 @@ def test_the_device_forgets_what_the_host_has(seen):
 def test_views_share_one_copy(seen):
     def function(x: Tensor) -> Tensor:
         query, key, value = (2 * x).T.split([16, 16, 32])  # transposed
-        mixed = (query * key).T @ value[::2]  # with steps
+        mixed = (query * key).T @ value[::2]  # strided
         return mixed.sum() + (value[:20] * value[12:]).sum()  # overlapping
 
     x = source()
@@ -129,7 +129,7 @@ def test_parameters_leaves_and_what_others_need_stay(seen):
 
 @dataclass
 class Packed:
-    """As Megatron describes sequences of several lengths."""
+    """Arguments like Megatron's description of packed sequences."""
 
     offsets: Tensor
     longest: int = 5
@@ -176,7 +176,7 @@ def test_a_dropped_graph_gives_everything_back(seen):
         assert in_use() > 0
         del y
         assert in_use() == 0
-        y = swapped(torch.exp, source(), min_bytes=NBYTES + 1)  # saves its own output
+        y = swapped(torch.exp, source(), min_bytes=NBYTES + 1)  # saves its output
         storage = weakref.ref(y.untyped_storage())
         del y
         assert storage() is None
@@ -204,7 +204,7 @@ def test_second_derivatives(seen):
 
 @pytest.mark.parametrize("which", ["the same", "a view", "another counter"])
 def test_what_has_changed_since_its_first_save_is_copied_again(seen, which):
-    """The first graph is dropped, so nobody is told of the change."""
+    # The first graph is dropped, so no autograd check reports the change.
     weight = source()
 
     def function(weight: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def test_too_little_host_memory_is_reported_with_what_to_do(monkeypatch):
 
 
 class LateEvent(CpuEvent):
-    """Behind a copy that a side stream makes when somebody waits for it, and not before."""
+    """Event of a copy that runs only when something waits for it."""
 
     copy: Callable[[], None] | None = None
 
@@ -288,7 +288,7 @@ class LateEvent(CpuEvent):
 
 
 class LatePlatform(CpuPlatform):
-    """Side streams run as late as they may; memory that is gone by then is an error."""
+    """Platform with side streams that run as late as possible, and that fail if memory is gone by then."""
 
     asynchronous = True
 
@@ -335,7 +335,7 @@ def test_copies_are_waited_for(late):
 
 
 def test_memory_is_not_given_back_under_a_copy(late):
-    """Fetched ahead, then dropped: the copy is waited for before its memory may be used again."""
+    # A prefetched tensor is dropped. The copy has to end before its memory is used again.
     x = source()
     below = LayerPass("layer 0", 0, iter(()))
     above = LayerPass("layer 1", 0, iter(()), below)
@@ -349,7 +349,7 @@ def test_memory_is_not_given_back_under_a_copy(late):
 
 
 def test_a_buffer_is_not_used_again_under_a_copy(late):
-    """The graph goes before the copy to the host has run."""
+    # The graph is dropped before the copy to the host has run.
     layer_pass = LayerPass("layer 1", 0, iter(()))
     x = source()
     with layer_pass.hooks():

@@ -1,4 +1,4 @@
-"""Saved tensors of attention on the host: the same training bit for bit, and the memory that was copied."""
+"""Attention's saved tensors on the host: bit-identical training, and memory savings equal to the copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = 2
 HIDDEN = 32
 HEADS = 4
 LENGTH = 20
-TOKENS = 4 * LENGTH  # of `kept_bytes`
+TOKENS = 4 * LENGTH  # tokens of `kept_bytes`
 
 
 def run(pool: Any, case: str, world_size: int = 1, **arguments: Any) -> list[Any]:
@@ -29,19 +29,19 @@ def run(pool: Any, case: str, world_size: int = 1, **arguments: Any) -> list[Any
 def both(
     pool: Any, world_size: int = 1, swap: Any = ON, switches: Any = None, **arguments: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The same job with and without swapping, on top of ``switches``."""
+    """Run the same job without and with swapping, both with ``switches``."""
     off = run(pool, "train", world_size, switches=switches or {}, **arguments)
     return off, run(pool, "train", world_size, switches={**(switches or {}), **swap}, **arguments)
 
 
 def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
-    """Losses and gradients of all ranks, bit for bit, and copies that have all come to an end."""
+    """Check losses and gradients bit for bit, and that all copies have ended."""
     for before, after in zip(off, on, strict=True):
         assert losses_of(before) == losses_of(after)
         assert_same_gradients(before["gradients"], after["gradients"])
         assert before["out"] == before["back"] == 0
         assert after["out"] > 0
-        # Some need not come back: somebody else has kept them, or no gradient goes that way.
+        # Some tensors need not come back: other code has kept them, or no gradient needs them.
         assert after["out"] / 2 < after["back"] <= after["out"]
         assert after["in use"] == 0
     assert any(gradient.any() for rank in off for gradient in rank["gradients"].values())
@@ -172,13 +172,13 @@ def test_the_device_has_less_by_what_was_copied(pool, overrides, switches, swap)
 @pytest.mark.parametrize(
     ("modules", "of_layer"),
     [
-        # the norm's output, the mixed projection, query and key behind the rotation, the output;
-        # probabilities of all heads; two tables each of cosines and sines; and the mask, in bytes
+        # The norm's output, the mixed projection, query and key after the rotation, and the output;
+        # probabilities of all heads; two cosine and two sine tables; and the mask in bytes.
         (
             "self_attention",
             4 * TOKENS * (7 * HIDDEN + HEADS * LENGTH) + 4 * 4 * LENGTH * HIDDEN // HEADS + LENGTH**2,
         ),
-        # the hidden states, their mean and the inverse of their deviation, for each norm
+        # per norm: the hidden states, their mean and the inverse of their deviation
         pytest.param("input_norm,post_attention_norm", 2 * 4 * TOKENS * (HIDDEN + 2), marks=pytest.mark.full),
     ],
     ids=("attention", "norms"),
@@ -191,7 +191,7 @@ def test_bytes_of_multi_head_attention_are_what_the_formula_says(pool, modules, 
 
 @pytest.mark.full
 def test_the_peak_is_lower_with_many_layers(pool):
-    """All layers but two are on the host when backward begins, and no more than two are on the device."""
+    """When backward begins, all layers but two are on the host, and two at most are on the device."""
     overrides = {**PLAIN, "num_layers": 6}
     (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides)
     (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides)
@@ -199,7 +199,7 @@ def test_the_peak_is_lower_with_many_layers(pool):
 
 
 def test_copies_hide_behind_mlps(pool):
-    """Memory goes behind the layer's MLP, and comes back before the backward of the MLP above."""
+    """Memory is freed after the layer's MLP, and copied back before the backward of the MLP above."""
     (events,) = run(pool, "timeline", switches=ON, num_layers=3)
     expected = """
         out 0, attention 0, mlp 0, gone, out 1, attention 1, mlp 1, gone, out 2, attention 2, mlp 2, gone,
@@ -210,11 +210,11 @@ def test_copies_hide_behind_mlps(pool):
 
 
 def test_forwards_without_backward(pool):
-    (found,) = run(pool, "without_backward", switches=ON)
-    assert found["no_grad"] == found["frozen"] == 0
-    assert found["dropped"] > 0
-    assert found["held"] > 0
-    assert found["left"] == 0
+    (result,) = run(pool, "without_backward", switches=ON)
+    assert result["no_grad"] == result["frozen"] == 0
+    assert result["dropped"] > 0
+    assert result["held"] > 0
+    assert result["left"] == 0
 
 
 def test_a_layer_of_which_nothing_is_large_enough_is_named(pool):
@@ -250,7 +250,7 @@ def test_an_exception_leaves_nothing_behind(pool, where):
     ids=("Megatron's layers", "overlapped layers"),
 )
 def test_gradient_accumulation_fusion(pool, switches, tp):
-    """Data parallelism reduces on time, which it does when the parameters themselves are marked."""
+    # Data parallelism reduces in time only if the parameters themselves are marked.
     off = run(pool, "fused_accumulation", tp, switches=switches, tp=tp)
     on = run(pool, "fused_accumulation", tp, switches={**switches, **ON}, tp=tp)
     for before, after in zip(off, on, strict=True):
@@ -278,10 +278,10 @@ def test_transformer_engine_keeps_its_parameters(pool, before):
     ids=("all layers", "one layer, PP2 x VPP2"),
 )
 def test_layers_and_modules(pool, switches, layout, world_size, expected):
-    found = run(
+    layers = run(
         pool, "chosen_layers", world_size, switches={**ON, **switches}, num_layers=2 * world_size, **layout
     )
-    assert found == expected
+    assert layers == expected
 
 
 def test_undo_gives_the_model_back(pool):
@@ -293,7 +293,7 @@ def test_undo_gives_the_model_back(pool):
 
 @pytest.mark.parametrize("beside", [{}, {"recompute_norm": True}], ids=("alone", "beside recompute-outputs"))
 def test_every_row_is_applied_and_undone(pool, beside):
-    """recompute-outputs has a checkpoint of its own; then there is nothing to decorate in Megatron's."""
+    # recompute-outputs replaces Megatron's checkpoint, so there is nothing to patch in Megatron's own.
     switches = {**ON, **beside}
     (result,) = pool.run("tests.features.dsa.parts_of_dsa:arm_and_undo", 1, switches=switches)
     ours = [site for site in result["sites"] if any("swap-attention" in name for name in site["features"])]

@@ -1,4 +1,4 @@
-"""Which streams the allocator learns of that read a storage."""
+"""Reader streams of a storage are recorded with the allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.features.memory.swap_attention.counted_copies import in_use
 
 
 class Recorded(CpuPlatform):
-    """Streams that storages were recorded for, with address and bytes."""
+    """Platform that records streams for storages, with address and bytes."""
 
     def __init__(self) -> None:
         self.streams: list[CpuStream] = []
@@ -56,7 +56,7 @@ def test_the_copy_to_the_host_keeps_memory_of_other_streams(recorded, of_any_str
 
 
 class NoMegatron(Megatron):
-    """Without Transformer Engine."""
+    """Fake Megatron without Transformer Engine."""
 
     def __call__(self, name: str) -> Any:
         return SimpleNamespace()
@@ -101,7 +101,7 @@ def test_another_stream_that_reads_what_has_come_back_keeps_it(recorded):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool], ids=str)
 def test_a_storage_comes_back_with_numbers_of_the_type_that_left(recorded, dtype):
-    """torch_npu describes a storage by the tensor that it was made with, and some operators go by that."""
+    # torch_npu keeps the description of a storage's first tensor, and some operators read it.
     made = []
 
     class Births(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What swapping attention refuses before training, with the reason, and what it asks of the host."""
+"""Settings that swapping attention refuses before training, and its host memory estimate."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_what_goes_together(arguments):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        # query, key, value and output: 8192 * 2 tokens * 4096 wide * 2 bytes each, in 32 layers
+        # query, key, value and output: 8192 x 2 tokens x 4096 wide x 2 bytes each, in 32 layers
         ({}, 4 * 128 * 32 / 1024),
         ({"group_query_attention": True, "num_query_groups": 8}, 2.5 * 128 * 32 / 1024),
         ({"tensor_model_parallel_size": 4, "context_parallel_size": 2}, 4 * 128 * 32 / 1024 / 8),
         ({"swap_attention_num_layers": 3}, 4 * 128 * 3 / 1024),
         ({"bf16": False}, 8 * 128 * 32 / 1024),
-        # four stages of eight layers: four microbatches under way, or as many as there are
+        # four stages of eight layers: four microbatches in flight, or all if there are fewer
         (
             {"pipeline_model_parallel_size": 4, "global_batch_size": 32, "data_parallel_size": 2},
             4 * 128 * 8 * 4 / 1024,
@@ -94,7 +94,7 @@ def test_what_goes_together(arguments):
             {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "data_parallel_size": 2},
             4 * 128 * 8 * 2 / 1024,
         ),
-        # what Megatron makes of a schedule, whose largest step has four
+        # a batch size ramp-up, whose largest step has four microbatches
         (
             {
                 "pipeline_model_parallel_size": 4,

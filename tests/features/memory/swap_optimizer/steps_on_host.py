@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers to look into a step whose state lies on the host."""
+"""Worker functions: inspection of optimizer steps with state on the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ON = {"swap_optimizer": True}
 
 
 def pipeline_of(part: Any) -> Any:
-    """What one of Megatron's optimizers makes its steps with."""
+    """Return the step pipeline of one of Megatron's optimizers."""
     from mindspeed_dsa.megatron.optimizer import state_of
 
     return state_of(part, "swap-optimizer").pipeline
 
 
 def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
-    """When loading and gathering begin, and the staging memory between steps.
+    """Return when loading and gathering start, and the staging memory between steps.
 
     Args:
-        early: as on a device that copies beside other work.
-        options: of the job.
+        early: whether the device copies asynchronously.
+        options: options of the job.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -81,7 +81,7 @@ def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
 
 
 def changed_while_loaded(early: bool) -> dict[str, Any]:
-    """Master weights that are set from outside when the first parts of a step are loaded already."""
+    """Set master weights from outside while the first parts of a step are already loaded."""
     job = build(ON, distributed=True)
     with mock.patch.object(CpuPlatform, "asynchronous", early):
         forward_backward(job, 0)
@@ -95,7 +95,7 @@ def changed_while_loaded(early: bool) -> dict[str, Any]:
 
 
 def loading_fails(error: type[Exception] | None, **options: Any) -> dict[str, Any]:
-    """Two steps; the second's first early load copies one part and then raises, if an error is given."""
+    """Take two steps; the second one's first early load copies one part, then raises ``error`` if given."""
     from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
 
     job = build(ON, **options)
@@ -119,7 +119,7 @@ def loading_fails(error: type[Exception] | None, **options: Any) -> dict[str, An
 
 
 def torn(**options: Any) -> dict[str, Any]:
-    """A step that fails in its second chunk, what is refused then, and training from the state before it."""
+    """Take a step that fails in its second chunk; return the refusals, and training from the state before."""
     job = build(ON, **options)
     step(job, 0)
     kept = copy.deepcopy(job.optimizer.state_dict())
@@ -148,10 +148,10 @@ def torn(**options: Any) -> dict[str, Any]:
 
 
 def second_optimizer(**options: Any) -> dict[str, int]:
-    """Bytes on the host with one optimizer, and with another one of the same model after it has gone."""
+    """Return host bytes with one optimizer, and with its successor for the same model."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    gc.collect()  # of other tests' jobs
+    gc.collect()  # frees other tests' jobs
     before = host_pool.shared.figures().in_use
     job = build(ON, **options)
     one = host_pool.shared.figures().in_use - before
@@ -164,10 +164,11 @@ def second_optimizer(**options: Any) -> dict[str, int]:
 
 
 def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:
-    """Bytes per parameter over what was there before: while the optimizer is built, and in its updates.
+    """Return peak bytes per parameter, while the optimizer is built and in its updates.
 
     Returns:
-        ``construction``, ``first``, ``second``: peaks; ``load``: peak while a fresh state is loaded;
+        ``construction``, ``first`` and ``second``: peaks.
+        ``load``: peak while a fresh state is loaded.
         ``largest``: share of the largest parameter.
     """
     from megatron.core import optimizer

@@ -1,4 +1,4 @@
-"""Steps over chunks of state on the host, without Megatron: what waits for what, and what failures leave."""
+"""Steps over chunks of host state, without Megatron: synchronization, and state after failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNKS = 5
 
 
 class Group:
-    """A bucket group: gathers the weights of one parameter."""
+    """Bucket group that gathers one parameter's weights."""
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass
 class Swapped:
-    """An optimizer of three parameters in five chunks, and the weights of a model in bfloat16."""
+    """Optimizer of three parameters in five chunks, and a model's bf16 weights."""
 
     weights: list[Tensor]
     mains: list[Tensor]
@@ -64,7 +64,7 @@ class Swapped:
             self.pipeline.step(self.optimizer.step, updated)
 
     def read(self) -> list[Tensor]:
-        """Everything, as the host reads it."""
+        """Return all tensors as the host reads them."""
         self.pipeline.settle()
         moments = [each for places in self.pipeline._moments.places.values() for each in places.values()]
         gathered = [group.gathered for group in self.groups]
@@ -72,7 +72,7 @@ class Swapped:
 
     @torch.no_grad()
     def set_masters(self, value: float) -> None:
-        """As the host writes them; the caller has waited."""
+        """Set the master weights from the host; the caller has to synchronize first."""
         for master in self.masters:
             master.fill_(value)
 
@@ -88,10 +88,10 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Swapped:
         Parameter(main, 0, partial(weights.__getitem__, place), place) for place, main in enumerate(mains)
     ]
     slab = Slab(parameters)
-    rows = [slab.of(each) for each in parameters]
+    rows = [slab.of(parameter) for parameter in parameters]
     moments = Moments(optimizer, {main: row[1:] for main, row in zip(mains, rows, strict=True)})
     pipeline = Pipeline(optimizer, [slab], moments, 1, StepIntegrity("swap-optimizer"))
-    groups = [Group(each) for each in weights]
+    groups = [Group(weight) for weight in weights]
     made = Swapped(
         weights,
         mains,
@@ -118,7 +118,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def plain(steps: int) -> list[Tensor]:
-    """Master weights after steps of the optimizer alone."""
+    """Return the master weights after steps of the plain optimizer."""
     generator = torch.Generator().manual_seed(0)
     masters = [torch.randn(size, generator=generator).bfloat16().float() for size in SIZES]
     optimizer = torch.optim.AdamW(masters, **RATES, foreach=False)
@@ -131,10 +131,10 @@ def plain(steps: int) -> list[Tensor]:
 
 
 def everything(made: Swapped) -> None:
-    """Steps, an early load that is used, one that is dropped, and the host's reading and writing."""
+    """Take steps with a used and a dropped prefetch, and with reads and writes from the host."""
     made.step(0)
     made.pipeline.prefetch()
-    made.step(1)  # right behind the step before
+    made.step(1)  # immediately after the previous step
     made.pipeline.prefetch()
     made.pipeline.discard()
     made.pipeline.prefetch()
@@ -209,7 +209,7 @@ def test_a_step_that_fails_at_its_first_chunk_can_be_made_again(platform, monkey
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_without_a_part_gathers_in_the_order_of_the_others(platform, overlap):
-    """The others gather the groups of the optimizer during its step, and all that are left after it."""
+    # Other ranks gather the optimizer's groups during its step, and all remaining groups after it.
     order: list[str] = []
 
     class Named:
@@ -228,7 +228,7 @@ def test_a_rank_without_a_part_gathers_in_the_order_of_the_others(platform, over
         ddp_config=SimpleNamespace(overlap_param_gather=overlap),
         is_stub_optimizer=False,
         model_chunks=[SimpleNamespace(bucket_groups=dense, expert_parallel_bucket_groups=experts)],
-        buffers=[SimpleNamespace(buckets=[bucket for each in experts for bucket in each.buckets])],
+        buffers=[SimpleNamespace(buckets=[bucket for group in experts for bucket in group.buckets])],
     )
     having = context("swap-optimizer", Options(switched_on=True, times=None))
     init = SwappedState.wrap_built(lambda self, optimizer, config: None, having)
@@ -237,11 +237,11 @@ def test_a_rank_without_a_part_gathers_in_the_order_of_the_others(platform, over
     for group in (*dense, *experts):
         group.start_param_sync()
     early, late = ["expert 0", "expert 1"], ["dense 0"]
-    assert [each for each in order if each != "step"] == (late + early if overlap else early + late)
+    assert [name for name in order if name != "step"] == (late + early if overlap else early + late)
 
 
 def fail_in_chunk(made: Swapped, chunk: int) -> None:
-    """A step whose update raises in a chunk, counted from 1."""
+    """Take a step whose update raises in ``chunk``, counted from 1."""
     updates = iter(range(1, CHUNKS + 1))
 
     def update() -> None:

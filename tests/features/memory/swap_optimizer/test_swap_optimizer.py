@@ -15,8 +15,12 @@ from tests.support.optimizer_training import (
 
 ON = {"swap_optimizer": True}
 SWAPPED = {"voided": True, "moments on the host": 1, "optimizers": 1}
-KEPT = {"voided": False, "moments on the host": 1, "optimizers": 1}  # the model's own float32 weights
-# Megatron has more than one bucket only if their gradients are reduced one by one.
+KEPT = {
+    "voided": False,
+    "moments on the host": 1,
+    "optimizers": 1,
+}  # the model's own fp32 weights are the masters
+# Megatron makes more than one bucket only with overlapped gradient reduction.
 BUCKETS = {**DISTRIBUTED, "ddp_options": {"overlap_grad_reduce": True}}
 CASES = "tests.features.memory.swap_optimizer.steps_on_host"
 
@@ -24,7 +28,7 @@ CASES = "tests.features.memory.swap_optimizer.steps_on_host"
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(1, {"skip": None}, id="plain", marks=pytest.mark.full),  # skips no step in Megatron
+        pytest.param(1, {"skip": None}, id="plain", marks=pytest.mark.full),  # Megatron skips no step here
         pytest.param(2, {"skip": 2, **DISTRIBUTED}, id="distributed"),
     ],
 )
@@ -64,20 +68,20 @@ def test_any_number_of_parts_makes_the_same_training(pool, times):
 def test_loading_and_gathering_begin_early_on_devices_that_copy_beside_other_work(pool, ranks, options):
     early = pool.run(f"{CASES}:order_of_events", ranks, early=True, **options)
     late = pool.run(f"{CASES}:order_of_events", ranks, early=False, **options)
-    for inert, found in zip(late, early, strict=True):
-        assert found["parts"] > 16, "parameters are split"
-        # Megatron's optimizer without sharding does not know the buckets of gradients.
+    for inert, order in zip(late, early, strict=True):
+        assert order["parts"] > 16, "parameters are split"
+        # Megatron's unsharded optimizer does not know the gradient buckets.
         sharded = "distributed" in options
-        assert (found["first load"], inert["first load"]) == ("backward" if sharded else "step", "step")
+        assert (order["first load"], inert["first load"]) == ("backward" if sharded else "step", "step")
         gathers = sharded and "overlap" not in options
-        assert (found["gathered before the last update"] > 0) == gathers
+        assert (order["gathered before the last update"] > 0) == gathers
         if "ep" not in options:  # Megatron gathers all buckets of a model again for each of its optimizers
             assert inert["gathered before the last update"] == 0
-            assert found["gathered"] == inert["gathered"], "no bucket twice"
-        assert all((before > 0) == sharded and after == 0 for before, after in found["staging"])
+            assert order["gathered"] == inert["gathered"], "no bucket twice"
+        assert all((before > 0) == sharded and after == 0 for before, after in order["staging"])
         assert all(pair == (0, 0) for pair in inert["staging"])
         for what in ("weights", "masters", "moments"):
-            assert found[what] == inert[what]
+            assert order[what] == inert[what]
 
 
 def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
@@ -88,12 +92,12 @@ def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
 
 
 def test_after_a_step_that_fails_in_the_middle_only_loading_helps(pool):
-    (found,) = pool.run(f"{CASES}:torn", 1)
-    first, *refused = found.pop("refused")
+    (result,) = pool.run(f"{CASES}:torn", 1)
+    first, *refused = result.pop("refused")
     assert first.startswith("ZeroDivisionError")
     assert len(refused) == 2, "a step, and what a checkpoint is made of"
     assert all(each.startswith("RuntimeError: swap-optimizer: a step of this") for each in refused)
-    assert found["record"]["successful"]
+    assert result["record"]["successful"]
 
 
 @pytest.mark.full
@@ -112,13 +116,13 @@ def test_a_model_that_outlives_its_optimizer_keeps_nothing_of_it(pool):
 @pytest.mark.full
 @pytest.mark.parametrize("times", [16, pytest.param(4, marks=pytest.mark.full)])
 def test_peak_of_a_step_over_rest(pool, times):
-    (found,) = pool.run(f"{CASES}:peaks", 1, switches={**ON, "swap_optimizer_times": times})
+    (peaks,) = pool.run(f"{CASES}:peaks", 1, switches={**ON, "swap_optimizer_times": times})
     (off,) = pool.run(f"{CASES}:peaks", 1, switches=OFF)
-    print(f"peaks in bytes per parameter, with and without: {found} {off}")
+    print(f"peaks in bytes per parameter, with and without: {peaks} {off}")
     for step in ("first", "second"):
-        assert 24 / times < found[step] <= 36 / times, step
-    assert found["construction"] <= 6 * found["largest"] + 0.1, "one master weight at a time"
-    assert found["load"] < 0.1, "moments are read into their places"
+        assert 24 / times < peaks[step] <= 36 / times, step
+    assert peaks["construction"] <= 6 * peaks["largest"] + 0.1, "one master weight at a time"
+    assert peaks["load"] < 0.1, "moments are read into their places"
     assert off["load"] >= 8
     assert off["construction"] >= 4, "master weights"
     assert off["first"] >= 8, "moments"

@@ -1,4 +1,4 @@
-"""Training in the pool's workers on a platform whose mapped memory only kernels reach, as NPUs' do."""
+"""Worker functions: training on a platform whose mapped memory only kernels can access, as on NPUs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from mindspeed_dsa.platforms.npu import NpuPlatform
 from tests.features.memory import failure_cases
 from tests.support import optimizer_job as job
 
-# torch_npu's manual names these. A view would do for them, and be copied to the device and back by AdamW's.
+# Kernels named in torch_npu's manual. A view would suffice for them, but AdamW would copy it to the device
+# and back.
 KERNELS = {"fill_", "zero_", "mul_", "detach"}
 
 
 class _KernelsOnly(TorchDispatchMode):
-    """Raises where any other operation meets the pool's memory, views of it included."""
+    """Dispatch mode that raises if another operation touches the pool's memory or a view of it."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -42,7 +43,7 @@ class _KernelsOnly(TorchDispatchMode):
 
 
 def _adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """torch's own arithmetic in place of the operator's, so that bits can be compared."""
+    """AdamW in torch's arithmetic instead of the operator's, so that bits can be compared."""
     (beta1, beta2), rates = group["betas"], {key: group[key] for key in ("lr", "weight_decay", "eps")}
     moments = [[state[key]] for key in ("exp_avg", "exp_avg_sq")]
     with mock.patch.object(_KernelsOnly, "__torch_dispatch__", _through):
@@ -92,32 +93,32 @@ def _kernels_only() -> Iterator[None]:
         mock.patch.object(CpuPlatform, "read_mapped", NpuPlatform.read_mapped),
         mock.patch.object(CpuPlatform, "write_mapped", NpuPlatform.write_mapped),
         mock.patch.object(mapped_moments, "apply_adamw", _adamw),
-        mock.patch.object(job, "digest", _digest),  # what the test itself reads
+        mock.patch.object(job, "digest", _digest),  # the test itself reads the memory
         _KernelsOnly(),
     ):
         yield
 
 
 def train(**options: Any) -> dict[str, Any]:
-    """As the job's, and how often the operator was called."""
+    """Run the job's training; add the number of operator calls."""
     with _kernels_only():
         return {**job.train(**options), "calls": len(_calls)}
 
 
 def legacy_state(**options: Any) -> dict[str, Any]:
-    """As without kernels."""
+    """Return the legacy state of a job that runs with kernels only."""
     with _kernels_only():
         return job.legacy_state(**options)
 
 
 def error_of_build(**options: Any) -> str:
-    """As the job's."""
+    """Return the error of building the job with kernels only."""
     with _kernels_only():
         return job.error_of_build(**options)
 
 
 def after_failure(**options: Any) -> dict[str, Any]:
-    """A step whose operator fails at its second parameter, what is refused, and one from a loaded state."""
+    """Fail in the operator's second parameter; return the refusals, and a step from a loaded state."""
     with _kernels_only():
         mine = job.build(**options)
         job.step(mine, 0)

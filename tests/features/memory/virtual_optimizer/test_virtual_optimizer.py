@@ -22,7 +22,7 @@ PLACED = {"voided": False, "moments on the host": 1, "optimizers": 1}
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, DISTRIBUTED)], ids=["plain", "distributed"])
 def test_other_types_of_weights(pool, precision, ranks, options):
-    # Without scaling or sharding, Megatron's optimizer of float32 weights skips no step.
+    # Without scaling or sharding, Megatron's optimizer of fp32 weights skips no step.
     skip = None if precision == "fp32" and not options else 2
     for run in assert_same_training(pool, ranks, ALL, steps=5, skip=skip, precision=precision, **options):
         assert run["placed"] == PLACED
@@ -76,13 +76,13 @@ def test_memory_that_only_kernels_reach(pool, tmp_path, way, options):
     resumed = pool.run(
         f"{KERNELS}:train", 2, steps=2, first=2, load=(way, str(tmp_path)), switches=ALL, **options
     )
-    for expected, before, found in zip(whole, at_save, resumed, strict=True):
-        assert found["calls"] == 2 * len(found["masters"]) > 0, "every parameter in every step"
+    for expected, before, run in zip(whole, at_save, resumed, strict=True):
+        assert run["calls"] == 2 * len(run["masters"]) > 0, "every parameter in every step"
         for what in ("weights", "masters", "moments"):
-            assert found["loaded"][what] == before[what]
-            assert found[what] == expected[what]
-        assert found["records"] == expected["records"][2:]
-        assert found["placed"] == PLACED
+            assert run["loaded"][what] == before[what]
+            assert run[what] == expected[what]
+        assert run["records"] == expected["records"][2:]
+        assert run["placed"] == PLACED
 
 
 def test_old_parameter_states_are_read_into_memory_that_only_kernels_reach(pool):
@@ -102,7 +102,7 @@ def test_gradients_are_back_after_the_operator_has_failed(monkeypatch):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimizer = torch.optim.AdamW(parameters)
-    places = {each: (torch.zeros(4), torch.zeros(4)) for each in parameters}
+    places = {parameter: (torch.zeros(4), torch.zeros(4)) for parameter in parameters}
     calls = []
 
     def fails(parameter: torch.Tensor, *unused: object) -> None:
@@ -113,15 +113,15 @@ def test_gradients_are_back_after_the_operator_has_failed(monkeypatch):
     monkeypatch.setattr(mapped_moments, "apply_adamw", fails)
     with pytest.raises(ZeroDivisionError):
         mapped_moments.step_with_kernels(optimizer, Moments(optimizer, places), lambda: None)
-    assert [each.grad for each in parameters] == gradients
+    assert [parameter.grad for parameter in parameters] == gradients
 
 
 def test_adamw_that_is_no_subclass_of_adam(monkeypatch):
-    """As in torch before 2.7, where its groups do not say either that the decay is decoupled."""
-
     class Old(torch.optim.Optimizer):
         pass
 
+    # In torch before 2.7, AdamW is no subclass of Adam, and its param groups do not say that decay is
+    # decoupled.
     optimizer = Old([torch.ones(4)], {"weight_decay": 0.1})
     (problem,) = mapped_moments.check_adamw(optimizer)
     assert "AdamW operator" in problem
