@@ -21,7 +21,7 @@ from benchmarks.registry import CASES, Case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one case and print its result; 1 if its metrics name what ``failed``."""
+    """Run one case and print its result; return 1 if its metrics have ``failed``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Runs one benchmark; the last line of its output is one JSON object.",
@@ -40,27 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = ", ".join(case.name for case in CASES.values() if name in case.options)
         parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{cases}: {text}")
     options = parser.parse_args(argv)
-    given = {name: getattr(options, name) for name in extra if getattr(options, name) is not None}
-    for name in given:
+    case_options = {name: getattr(options, name) for name in extra if getattr(options, name) is not None}
+    for name in case_options:
         if name not in CASES[options.case].options:
             parser.error(f"{options.case} has no --{name}; omit it")
     if options.quick and not CASES[options.case].has_quick:
         parser.error(f"{options.case} has no quick form; omit --quick")
     # Output of the measured code (Megatron prints to stdout) goes to the log.
     with contextlib.redirect_stdout(sys.stderr):
-        found = result(CASES[options.case], options.device, options.quick, **given)
-    text = json.dumps(found)
+        outcome = result(CASES[options.case], options.device, options.quick, **case_options)
+    text = json.dumps(outcome)
     if options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 1 if found["metrics"].get("failed") else 0
+    return 1 if outcome["metrics"].get("failed") else 0
 
 
 def result(case: Case, device: str, quick: bool = False, **options: str) -> dict[str, Any]:
-    """Run a case: ``{case, metrics, device, versions, date}``.
+    """Run a case; return ``{case, metrics, device, versions, date}``.
 
     Raises:
-        SystemExit: packages that it needs are missing, or the device that was asked for.
+        SystemExit: required packages or the requested device are missing.
     """
     if why := case.refusal():
         raise SystemExit(why)

@@ -1,4 +1,4 @@
-"""Cases made of cells, each of which can be run alone: modules with ``run(link, quick) -> Metrics``.
+"""Cases made of cells that can run separately: modules with ``run(link, quick) -> Metrics``.
 
 To add a cell, add a row to the case's table.
 """
@@ -16,11 +16,11 @@ RATE = "2gbit"
 
 @dataclass(frozen=True)
 class CellCase:
-    """``run`` of a case: the entries of its cells; link beds connect processes on the host, for any device.
+    """``run`` of a case made of cells. Link beds connect processes on the host, for any device.
 
     Attributes:
-        name: of the case.
-        cells: modules by the names that ``--only`` takes.
+        name: case's name.
+        cells: dict from a cell's name for ``--only`` to its module.
         traced: module whose ``write(link, quick, path)`` draws a step, for cases with ``--trace``.
     """
 
@@ -42,37 +42,37 @@ class CellCase:
             device: not used.
             quick: tiny problems.
             link: rate of the link.
-            only: names of cells with commas between.
+            only: comma-separated names of cells; default: all.
             trace: file for the trace of a step; an image is written next to it.
 
         Raises:
-            ValueError: an unknown cell.
+            ValueError: unknown cell.
         """
-        found = run_cells(self.name, self.cells, only, link, quick)
+        entries = run_cells(self.name, self.cells, only, link, quick)
         if trace:
             import_module(self.traced).write(link, quick, Path(trace))
-        return found
+        return entries
 
 
 def run_cells(
     case: str, cells: Mapping[str, str], only: str | None, link: str, quick: bool
 ) -> dict[str, Any]:
-    """Return the entries of all cells, or of some, and the link's rate.
+    """Return the entries of the selected cells, and the link's rate.
 
     Args:
-        case: for the error's text.
-        cells: modules by the names that ``--only`` takes.
-        only: names with commas between; None: all.
+        case: case's name, for the error message.
+        cells: dict from a cell's name for ``--only`` to its module.
+        only: comma-separated names of cells; None: all.
         link: rate of the link.
         quick: tiny problems.
 
     Raises:
-        ValueError: an unknown cell.
+        ValueError: unknown cell.
     """
     names = list(cells) if only is None else only.split(",")
     if unknown := [name for name in names if name not in cells]:
         raise ValueError(f"{case} has no cell {', '.join(unknown)}; use {', '.join(cells)}")
-    found: dict[str, Any] = {"link": link}
+    entries: dict[str, Any] = {"link": link}
     for name in names:
-        found.update(import_module(cells[name]).run(link, quick))
-    return found
+        entries.update(import_module(cells[name]).run(link, quick))
+    return entries

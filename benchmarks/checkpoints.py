@@ -1,9 +1,9 @@
-"""Seconds that saves of Megatron's distributed checkpoints take from training, with and without a manifest.
+"""Seconds that training waits for saves of Megatron's distributed checkpoints, with and without a manifest.
 
-The state is that of mixed precision with Adam: weights in bf16, master weights and both moments in float32.
-Asynchronous saves are written by a process that is forked. The manifest and its checksums cost the difference
-of whole saves with and without them, in turns; it is given in the processors' time, which other work on the
-machine does not change, and in the time that passes.
+The state is from mixed precision training with Adam: weights in bf16, master weights and both moments in
+fp32. A forked process writes asynchronous saves. The cost of manifest and checksums is the difference between
+synchronous saves with and without them, run alternately. It is given in CPU time, which other load on the
+machine does not change, and in wall-clock time.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 
 _PARTS = 8
 _BYTES = 2 + 3 * 4
-"""Bytes of one parameter's state: in bf16, and three times in fp32."""
+"""Bytes of one parameter's state: one bf16 and three fp32 numbers."""
 
 
 def run(device: str, quick: bool = False, size: str = "1") -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
         device: not used: the state is on the host.
-        quick: a state too small to say anything.
-        size: GB of the state.
+        quick: a state too small for meaningful figures.
+        size: state's size in GB.
     """
     import mindspeed_dsa
 
@@ -55,18 +55,18 @@ def run(device: str, quick: bool = False, size: str = "1") -> Metrics:
         megatron = Megatron()
         megatron("core.parallel_state").initialize_model_parallel()
         try:
-            found = _measured(Saves(Path(name), parameters, megatron), 1 if quick else 7)
+            metrics = _measured(Saves(Path(name), parameters, megatron), 1 if quick else 7)
         finally:
             megatron("core.parallel_state").destroy_model_parallel()
             dist.destroy_process_group()
-    return {**found, "example job": run_all(quick)}
+    return {**metrics, "example job": run_all(quick)}
 
 
 class Saves:
-    """Saves of one state, timed.
+    """Timed saves of one state.
 
     Attributes:
-        works: state of whole-checkpoints, without and with checksums, each with a folder of its own.
+        works: dict from "with checksums" to the state of whole-checkpoints, each with its own folder.
     """
 
     def __init__(self, folder: Path, parameters: int, megatron: Megatron) -> None:
@@ -88,7 +88,7 @@ class Saves:
         self.queue = queue()
 
     def plainly(self) -> Spent:
-        """Save synchronously as Megatron alone does."""
+        """Save synchronously with Megatron only."""
         path = self.folder / "plain"
         path.mkdir()
 
@@ -114,7 +114,7 @@ class Saves:
 
     @contextlib.contextmanager
     def saving(self, verify: bool) -> Iterator[Save]:
-        """Begin a save."""
+        """Track a save inside the block."""
         work = self.works[verify]
         work.saving = save = begin(self.folder / str(verify), "iter_0000001", work)
         save.path.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ class Saves:
         work.saving = None
 
     def in_the_background(self, verify: bool) -> float:
-        """Save asynchronously while every tensor changes; return the seconds in which training waits."""
+        """Save asynchronously while every tensor changes; return the seconds that training waits."""
         started = time.perf_counter()
         with self.saving(verify) as save:
             request = self.megatron("core.dist_checkpointing").save(
@@ -139,7 +139,7 @@ class Saves:
         return blocked + spent(lambda: self.queue.maybe_finalize_async_calls(blocking=True)).wall
 
     def is_whole(self) -> bool:
-        """Return whether what was saved last verifies, and is named by the tracker; then delete it."""
+        """Return whether the latest save verifies and the tracker names it; delete the save."""
         folder = max(self.folder.glob("*/iter_0000001"), key=lambda path: path.stat().st_mtime).parent
         path = folder / "iter_0000001"
         listed = manifest.read(path)
@@ -150,7 +150,7 @@ class Saves:
 
 
 def _measured(saves: Saves, times: int) -> dict[str, Any]:
-    saves.at_once(), saves.is_whole(), saves.plainly()  # plans, and files' pages
+    saves.at_once(), saves.is_whole(), saves.plainly()  # warmup: plans, and files' pages
     rounds, whole = [], True
     for _ in range(times):
         plain = saves.plainly()
@@ -164,7 +164,7 @@ def _measured(saves: Saves, times: int) -> dict[str, Any]:
     wall = statistics.median(plain.wall for plain, *_ in rounds)
     blocked, summed = (statistics.median(each[at] for each in rounds) for at in (2, 3))
     size = sum(tensor.data.numel() * tensor.data.itemsize for tensor in saves.state.values())
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "state_bytes": size,
         "synchronous_s": wall,
         "synchronous_cpu_s": statistics.median(plain.cpu for plain, *_ in rounds),
@@ -178,5 +178,5 @@ def _measured(saves: Saves, times: int) -> dict[str, Any]:
         ),
     }
     if not whole:
-        found["failed"] = "a checkpoint was not whole"
-    return found
+        metrics["failed"] = "a checkpoint was not whole"
+    return metrics

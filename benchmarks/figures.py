@@ -1,11 +1,11 @@
-"""``python -m benchmarks.figures``: fills pages with figures of ``benchmarks/results``.
+"""``python -m benchmarks.figures``: fills pages with figures from ``benchmarks/results``.
 
-A table stands between ``<!-- figures:begin -->`` and ``<!-- figures:end -->``. A figure in a sentence stands
-behind its place, a file's name and keys of its metrics, and a format with a factor if it needs one::
+Tables go between ``<!-- figures:begin -->`` and ``<!-- figures:end -->``. A figure in a sentence follows a
+marker, which names the file, the keys of its metrics, and a format with an optional factor::
 
     <!-- figure pipeline/milliseconds/stock .1f*0.001 -->12.9<!-- end --> s
 
-``make docs`` writes both anew.
+``make docs`` rewrites both.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _MEMORY_FLAGS = (
 
 @functools.cache
 def metrics(name: str) -> dict[str, Any]:
-    """The metrics of ``benchmarks/results/NAME.json``."""
+    """Return the metrics of ``benchmarks/results/NAME.json``."""
     found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["metrics"]
     return found
 
 
 def step(side: Mapping[str, Any] | str, none: str) -> str:
-    """Milliseconds and GiB of a training step; ``none`` for one that ran out of memory."""
+    """Format milliseconds and GiB of a training step; ``none`` if it ran out of memory."""
     if isinstance(side, str):
         return none
     mib = side["peak_mib"]
@@ -72,10 +72,10 @@ def step(side: Mapping[str, Any] | str, none: str) -> str:
 
 
 def front(words: Mapping[str, str], docs: str) -> str:
-    """The table of README: steps on an H100 and one row of a CPU.
+    """Return README's table: steps on an H100, and one row for a CPU.
 
     Args:
-        words: texts in the language.
+        words: texts in the page's language.
         docs: path from the page to ``docs/``.
     """
     layers, cpu = metrics("gpu-h100")["layer"], metrics("dsa-cpu")
@@ -92,38 +92,38 @@ def front(words: Mapping[str, str], docs: str) -> str:
 
 
 def training_steps() -> str:
-    """The table of ``docs/design/gpu.md``: steps with and without fused DSA."""
+    """Return the table of ``docs/design/gpu.md``: steps with and without fused DSA."""
     lines = ["| training step | stock | fused DSA | losses apart |", "| --- | ---: | ---: | ---: |"]
     layers = metrics("gpu-h100")["layer"]
     for name in (GLM, SMALL, LARGE, *_EXAMPLES):
-        found, words = layers[name], _ENGLISH.get(name, f"{name}, the example's model")
-        stock, fused = (step(found[side], "does not fit") for side in ("stock", "fused"))
-        apart = f"{found['apart']['lm_loss']:.1e}" if "apart" in found else "-"
+        layer, words = layers[name], _ENGLISH.get(name, f"{name}, the example's model")
+        stock, fused = (step(layer[side], "does not fit") for side in ("stock", "fused"))
+        apart = f"{layer['apart']['lm_loss']:.1e}" if "apart" in layer else "-"
         lines.append(f"| {words} | {stock} | **{fused}** | {apart} |")
     return "\n".join(lines) + "\n"
 
 
 def memory_flags() -> str:
-    """The table of ``docs/design/memory.md``: six flags in a small model on an H100."""
+    """Return the table of ``docs/design/memory.md``: six flags in a small model on an H100."""
     lines = ["| One H100, small model in bf16 | peak, MiB | at rest, MiB | time of a step |"]
     lines.append("| --- | ---: | ---: | ---: |")
     for name in _MEMORY_FLAGS:
-        found = metrics("gpu-h100")["features"][name]
+        feature = metrics("gpu-h100")["features"][name]
         peak, rest = (
-            f"{found[each]['off']:.0f} to {found[each]['on']:.0f}" for each in ("peak_mib", "rest_mib")
+            f"{feature[each]['off']:.0f} to {feature[each]['on']:.0f}" for each in ("peak_mib", "rest_mib")
         )
-        lines.append(f"| `--{name}` | {peak} | {rest} | {found['step_ratio']:.2f} |")
+        lines.append(f"| `--{name}` | {peak} | {rest} | {feature['step_ratio']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def curves(words: Mapping[str, str]) -> str:
-    """The table of ``curves.md`` in a language: a warm-up of the example's model."""
+    """Return the table of ``curves.md`` in a language: a warm-up of the example's model."""
     lines = [words["curves"], "| --- | ---: | ---: | ---: |"]
     for stage, numbers in _STAGES.items():
-        found = metrics("curves-cpu")[stage]
+        curve = metrics("curves-cpu")[stage]
         for number in numbers:
-            loss = found["indexer_loss"][number - 1] / found["coefficient"]
-            lines.append(f"| {stage} | {number} | {loss:.2g} | {found['grad_norm'][number - 1]:.2g} |")
+            loss = curve["indexer_loss"][number - 1] / curve["coefficient"]
+            lines.append(f"| {stage} | {number} | {loss:.2g} | {curve['grad_norm'][number - 1]:.2g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -135,14 +135,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "docs/curves.md": lambda: curves(_ENGLISH),
     "docs/zh/curves.md": lambda: curves(_CHINESE),
 }
-"""Function that builds the table of a page."""
+"""Builder of each page's table."""
 
 
 def filled(text: str, table: str) -> str:
-    """The page with its table replaced.
+    """Return the page with its table replaced.
 
     Raises:
-        ValueError: the page does not hold both marks.
+        ValueError: the page lacks a marker.
     """
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -152,10 +152,10 @@ def filled(text: str, table: str) -> str:
 
 
 def placed(text: str) -> str:
-    """The page with the figures of its sentences replaced.
+    """Return the page with the figures in its sentences replaced.
 
     Raises:
-        KeyError: the results lack a place.
+        KeyError: the results lack a figure.
     """
 
     def figure(found: re.Match[str]) -> str:
@@ -170,7 +170,7 @@ def placed(text: str) -> str:
 
 
 def pages() -> Iterator[Path]:
-    """Yield the pages whose sentences may have figures of results."""
+    """Yield the pages whose sentences may have figures."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").rglob("*.md"))
 

@@ -1,7 +1,7 @@
-"""FSDP2 of a stack of layers on two ranks with a slow link: memory, what hides gathers, bytes, a step's time.
+"""FSDP2 of a layer stack on two ranks with a slow link: memory, hidden gathers, bytes and step time.
 
-Sizes are fitted so that a layer's gather takes as long as its computation: of a shorter one nothing would be
-known, and a longer one could not be hidden.
+Sizes are fitted so that a layer's gather takes as long as its computation. The hidden part of a shorter
+gather is hard to measure, and a longer one cannot be hidden.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _FLOAT = 4  # bytes
 class Sizes:
     """Sizes of the measurement."""
 
-    layers: int = 12  # of the stack, each a unit
-    width: int = 1024  # of each, with a square weight
-    tokens: int = 256  # of a rank, to be tried first
-    many: int = 1024  # tokens beside DDP, whose transfers are then as small a part of a step as in training
-    rounds: int = 7  # each runs every variant once
+    layers: int = 12  # layers of the stack, each an FSDP unit
+    width: int = 1024  # input and output width of a layer
+    tokens: int = 256  # tokens per rank, to be tried first
+    many: int = 1024  # tokens per rank next to DDP: transfers are then as small a part as in training
+    rounds: int = 7  # a round runs every variant once
 
 
 QUICK = Sizes(layers=3, width=64, tokens=32, many=32, rounds=1)
 
 
 class Stack(nn.Module):
-    """Layers of one weight each."""
+    """Stack of square linear layers."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Stack(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``[tokens, width]`` to the same."""
+        """Map ``[tokens, width]`` to the same shape."""
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
         return rows
 
 
 def sharded(sizes: Sizes, ahead: int) -> Any:
-    """A stack over all ranks, prefetched."""
+    """Shard a stack over all ranks, with ``ahead`` units prefetched."""
     stack = Stack(sizes)
     mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = dict.fromkeys(stack.parameters(), 0)
@@ -78,7 +78,7 @@ def sharded(sizes: Sizes, ahead: int) -> Any:
 
 
 def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
-    """All metrics; link beds connect processes on the host's processor, for any device.
+    """Return all metrics; link beds connect processes on the host, for any device.
 
     Args:
         device: not used.
@@ -98,7 +98,7 @@ def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
 
 
 def over_the_link(sizes: Sizes) -> dict[str, Any]:
-    """Bytes at rest and on the link, and how much of the gathers is hidden in forward."""
+    """Return bytes at rest and on the link, copy-out passes, and the hidden part of forward gathers."""
     return {
         "dense_bytes_ratio": bytes_at_rest(sizes),
         "comm_bytes_ratio_to_formula": bytes_received(sizes),
@@ -108,7 +108,7 @@ def over_the_link(sizes: Sizes) -> dict[str, Any]:
 
 
 class _Passes(TorchDispatchMode):
-    """Elements that operators read and write to fill memory that they are given."""
+    """Count of elements that operators read and write to fill preallocated memory."""
 
     elements = 0
 
@@ -122,12 +122,12 @@ class _Passes(TorchDispatchMode):
 
 
 def copy_out_passes(sizes: Sizes) -> dict[str, float]:
-    """Over a weight that is cut on its second dimension, out of the buffer that FSDP2 gathers into.
+    """Return the passes over a weight sharded on dim 1 to copy it out of FSDP2's gather buffer.
 
-    To copy is two passes.
+    A plain copy is two passes: a read and a write.
     """
     ours = copy_out.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
-    found = {}
+    counts = {}
     for name, function in (
         ("FSDP2", _fsdp_param_group.foreach_all_gather_copy_out),
         ("one pass", ours),
@@ -144,12 +144,12 @@ def copy_out_passes(sizes: Sizes) -> dict[str, float]:
             with _Passes() as passes:
                 group.wait_for_unshard()
         torch.testing.assert_close(stack.layers[0].weight, expected, rtol=0, atol=0)
-        found[name] = passes.elements / expected.numel()
-    return found
+        counts[name] = passes.elements / expected.numel()
+    return counts
 
 
 def bytes_at_rest(sizes: Sizes) -> float:
-    """Weights, gradients and two moments after a step, over a rank's share of those of the whole stack."""
+    """Return bytes of weights, gradients and both moments after a step, over a rank's share."""
     stack = sharded(sizes, 1)
     optimizer = torch.optim.Adam(stack.parameters())
     _backward(stack, torch.randn(sizes.tokens, sizes.width))
@@ -162,12 +162,12 @@ def bytes_at_rest(sizes: Sizes) -> float:
 
 
 def expert_bytes(grouped: bool) -> float:
-    """Weights, gradients and two moments of a rank's experts after a step, over its share of the whole.
+    """Return the bytes of a rank's expert weights, gradients and moments after a step, over its share.
 
-    A model of two layers with experts, EP2 on four ranks, of which two have the same experts.
+    The model has two MoE layers, with EP2 on four ranks: two ranks hold the same experts.
 
     Args:
-        grouped: experts are stacked.
+        grouped: whether expert weights are stacked.
     """
     import mindspeed_dsa
 
@@ -202,22 +202,26 @@ def expert_bytes(grouped: bool) -> float:
     chunk = GPTModel(
         config, spec, vocab_size=128, max_sequence_length=32, share_embeddings_and_output_weights=False
     )
-    whole = 4 * _FLOAT * sum(each.numel() for name, each in chunk.named_parameters() if ".experts." in name)
+    whole = 4 * _FLOAT * sum(param.numel() for name, param in chunk.named_parameters() if ".experts." in name)
     model = TorchFullyShardedDataParallel(config, TorchFullyShardedDataParallelConfig(), chunk)
     optimizer = torch.optim.Adam(model.parameters())
     tokens = torch.randint(0, 128, (1, 33))
     model(tokens[:, :-1], torch.arange(32)[None], None, labels=tokens[:, 1:]).mean().backward()
     model.finish_grad_sync()
     optimizer.step()
-    experts = [each for name, each in chunk.named_parameters() if ".experts." in name]
-    held = [*experts, *(each.grad for each in experts)]
-    held += [optimizer.state[each][key] for each in experts for key in ("exp_avg", "exp_avg_sq")]
+    experts = [param for name, param in chunk.named_parameters() if ".experts." in name]
+    held = [*experts, *(param.grad for param in experts)]
+    held += [optimizer.state[param][key] for param in experts for key in ("exp_avg", "exp_avg_sq")]
     ranks = parallel_state.get_expert_data_parallel_world_size()
     return storage_bytes(map(local_of, held)) * ranks / whole
 
 
 def bytes_received(sizes: Sizes, steps: int = 3) -> float:
-    """On the link, over ``(2 P + P) (d - 1) / d``: gathers forward and backward, and reductions."""
+    """Return bytes received on the link over the formula ``(2 P + P) (d - 1) / d``.
+
+    ``P`` is the parameters' bytes, gathered in forward and in backward and reduced once; ``d`` is the number
+    of ranks.
+    """
     stack, rows = sharded(sizes, 1), torch.randn(sizes.tokens, sizes.width)
     _backward(stack, rows)
     dist.barrier()
@@ -232,7 +236,7 @@ def bytes_received(sizes: Sizes, steps: int = 3) -> float:
 
 
 def hidden(sizes: Sizes) -> dict[str, Any]:
-    """Hidden share of all gathers, the first layer's included, without prefetch and with one unit ahead."""
+    """Return the hidden share of all gathers, without prefetch and with one unit ahead."""
     for _ in range(_FITS):
         times = _forwards(sizes, 1 if sizes.rounds == 1 else 2)
         ratio = times["gathers"] / times["work"]
@@ -256,7 +260,7 @@ def hidden(sizes: Sizes) -> dict[str, Any]:
 
 
 def _forwards(sizes: Sizes, rounds: int) -> dict[str, float]:
-    """Least seconds of a forward pass: whole weights, gathers alone, in turn, and side by side."""
+    """Return the least seconds of a forward: work only, gathers only, without and with prefetch."""
     whole = Stack(sizes)
     late, early = sharded(sizes, 0), sharded(sizes, 1)
     rows = torch.randn(sizes.tokens, sizes.width)
@@ -278,7 +282,7 @@ def _forwards(sizes: Sizes, rounds: int) -> dict[str, float]:
 
 
 def beside_ddp(sizes: Sizes) -> dict[str, Any]:
-    """A training step over loopback, Adam included, over one whose gradients are summed whole."""
+    """Return the time of a training step over loopback, Adam included, relative to DDP."""
     whole, stack = Stack(sizes), sharded(sizes, 1)
     rows = torch.randn(sizes.many, sizes.width)
     optimizers = torch.optim.Adam(whole.parameters()), torch.optim.Adam(stack.parameters())
@@ -298,12 +302,14 @@ def beside_ddp(sizes: Sizes) -> dict[str, Any]:
         _backward(stack, rows)
         optimizers[1].step()
 
-    seconds = {name: each.wall for name, each in minima({"ddp": ddp, "fsdp2": fsdp2}, sizes.rounds).items()}
+    seconds = {
+        name: timing.wall for name, timing in minima({"ddp": ddp, "fsdp2": fsdp2}, sizes.rounds).items()
+    }
     for theirs, ours in zip(whole.parameters(), stack.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=1e-5)
     return {
         "loopback_step_ratio": seconds["fsdp2"] / seconds["ddp"],
-        "loopback_milliseconds": {name: 1e3 * each for name, each in seconds.items()},
+        "loopback_milliseconds": {name: 1e3 * timing for name, timing in seconds.items()},
     }
 
 

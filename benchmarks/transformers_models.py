@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2 of transformers with its own attention and with ours: time and memory of passes and steps.
+"""DeepSeek-V3.2 of transformers with its own attention and with this library's: time and memory of passes.
 
-One attention layer with released widths of heads, latent and indexer, and fewer heads: with 64 of the
-indexer, scores of 4096 tokens alone are 4 GiB in transformers, and those of 16384 are 64 GiB. Each figure is
-of a process of its own, whose data may take no more than a limit; where it would, that is the figure.
+One attention layer has the released widths of heads, latent and indexer, but fewer heads. With all 64 index
+heads, the scores of 4096 tokens would take 4 GiB in transformers, and of 16384 tokens 64 GiB. Each figure
+comes from its own process with a memory limit; a process that exceeds the limit reports that instead.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _MIB = 2**20
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case."""
+    """Return all metrics of the case."""
     lengths = (64, 128) if quick else LENGTHS
-    found: dict[str, Any] = {"limit_gib": LIMIT_GIB, "layer": sizes(quick)}
+    metrics: dict[str, Any] = {"limit_gib": LIMIT_GIB, "layer": sizes(quick)}
     for length in lengths:
         for what in PASSES:
             ways = WAYS if what != PASSES[2] else WAYS[2:]
             figures = {way: measured(way, what, length, quick) for way in ways}
-            found.setdefault(what, {})[str(length)] = figures
+            metrics.setdefault(what, {})[str(length)] = figures
             print(length, what, figures, file=sys.stderr)
-    return found
+    return metrics
 
 
 def sizes(quick: bool) -> dict[str, int]:
-    """Return what the layer's configuration has."""
+    """Return the layer's configuration."""
     return {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
@@ -57,7 +57,7 @@ def sizes(quick: bool) -> dict[str, int]:
 
 
 def measured(way: str, what: str, length: int, quick: bool) -> Metrics | str:
-    """Run in a process: seconds and MiB above the level before, or that memory did not suffice."""
+    """Measure in a separate process; return seconds and MiB above the prior level, or that memory ran out."""
     root = Path(__file__).parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -77,7 +77,7 @@ def measured(way: str, what: str, length: int, quick: bool) -> Metrics | str:
 
 
 def child(way: str, what: str, length: int, quick: bool) -> Metrics:
-    """Build the layer's model, and measure the second pass."""
+    """Build the model and measure the second pass; the first one is the warmup."""
     import torch
     import transformers
 
@@ -124,7 +124,7 @@ def child(way: str, what: str, length: int, quick: bool) -> Metrics:
 
 
 def _peak() -> int:
-    """Return the most bytes that have been resident in this process so far."""
+    """Return this process's peak resident bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

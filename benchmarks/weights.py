@@ -1,4 +1,4 @@
-"""Import and export of a model's weights, beside a plain copy of the same files."""
+"""Import and export of a model's weights, compared with a plain copy of the same files."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ GLM: dict[str, Any] = {
 TINY = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8}  # fmt: skip
 _LAYER = 2 * 64 * 3 * 2048 * 1024
-"""Bytes of a layer's experts in bf16."""
+"""Bytes of one layer's experts in bf16."""
 
 
 def run(device: str, quick: bool = False, size: str = "4") -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
         device: not used.
-        quick: a model too small to say anything.
-        size: GB of the model in bf16.
+        quick: a model too small for meaningful figures.
+        size: model's size in GB, in bf16.
     """
     config = GLM | {"num_hidden_layers": 1 + max(1, round((float(size) * 1e9 - 4e8) / _LAYER))}
     if quick:
@@ -59,14 +59,14 @@ def run(device: str, quick: bool = False, size: str = "4") -> Metrics:
     with tempfile.TemporaryDirectory(prefix="weights-") as name:
         folder = Path(name)
         _write(folder / "bf16", config)
-        found = {"bf16": _measured(folder, "bf16", False, 1 if quick else 3)}
-        # The same model in FP8 is what an export in FP8 makes of it.
+        figures = {"bf16": _measured(folder, "bf16", False, 1 if quick else 3)}
+        # The FP8 model of the second measurement is an FP8 export of the bf16 model.
         _import(folder / "bf16", folder / "first")
         _export(folder / "first", folder / "fp8", None, True)
         shutil.rmtree(folder / "first")
         shutil.rmtree(folder / "bf16")
-        found["fp8"] = _measured(folder, "fp8", True, 1 if quick else 3)
-    return {name: {kind: each[name] for kind, each in found.items()} for name in found["bf16"]}
+        figures["fp8"] = _measured(folder, "fp8", True, 1 if quick else 3)
+    return {name: {kind: each[name] for kind, each in figures.items()} for name in figures["bf16"]}
 
 
 def _write(folder: Path, config: dict[str, Any]) -> None:
@@ -83,15 +83,13 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
                     name: (last - first, *rest) for name, first, last in shape.segments(piece.place, rows)
                 }
     bias = "e_score_correction_bias"
-    dtypes = {each: torch.float32 if each.endswith(bias) else torch.bfloat16 for each in shapes}
-    announced = (
-        (each, torch.empty(shape, dtype=dtypes[each], device="meta")) for each, shape in shapes.items()
-    )
+    dtypes = {key: torch.float32 if key.endswith(bias) else torch.bfloat16 for key in shapes}
+    announced = ((key, torch.empty(shape, dtype=dtypes[key], device="meta")) for key, shape in shapes.items())
     shards = shard_files.divide(announced, 5 * 10**9)
     for file, tensors in shards.items():
         with shard_files.Writer(folder / file, tensors) as writer:
-            for each, tensor in tensors.items():
-                writer.write(each, torch.randn(tensor.shape).mul_(0.02).to(tensor.dtype))
+            for key, tensor in tensors.items():
+                writer.write(key, torch.randn(tensor.shape).mul_(0.02).to(tensor.dtype))
     shard_files.write_index(folder, shards)
 
 
@@ -117,7 +115,7 @@ def _silent(total: int) -> Callable[[int], None]:
 
 
 def _measured(folder: Path, kind: str, fp8: bool, rounds: int) -> dict[str, Any]:
-    model, checkpoint, out, copy = (folder / each for each in (kind, "checkpoint", "out", "copy"))
+    model, checkpoint, out, copy = (folder / entry for entry in (kind, "checkpoint", "out", "copy"))
     seconds: dict[str, list[float]] = {"import": [], "export": [], "copy": []}
     resident = {"import": 0, "export": 0}
     work: dict[str, Callable[[], None]] = {
@@ -131,14 +129,14 @@ def _measured(folder: Path, kind: str, fp8: bool, rounds: int) -> dict[str, Any]
                 began = time.perf_counter()
                 do()
                 took = time.perf_counter() - began
-            if number:  # the first round is the gate, and fills caches
+            if number:  # the first round is the warmup, and checks the files
                 seconds[what].append(took)
             if what in resident:
                 resident[what] = max(resident[what], watch.peak)
         if number == 0:
             _require_same(model, out)
-        for each in (checkpoint, out, copy):
-            shutil.rmtree(each)
+        for entry in (checkpoint, out, copy):
+            shutil.rmtree(entry)
     files = Reader(model)
     largest = max(torch.Size(files.shape(name)).numel() * 2 for name in files.names)
     total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -156,14 +154,14 @@ def _measured(folder: Path, kind: str, fp8: bool, rounds: int) -> dict[str, Any]
 
 
 def _require_same(model: Path, out: Path) -> None:
-    """Raise unless what has been imported and exported has the bytes of the model's files."""
+    """Raise unless an import and export reproduces the model's files byte for byte."""
     for file in model.glob("*.safetensors"):
         if not filecmp.cmp(file, out / file.name, shallow=False):
             raise RuntimeError(f"{file.name} is another after import and export")
 
 
 class _Resident:
-    """Most anonymous memory that this process has beyond that at the beginning, in bytes."""
+    """Peak of this process's anonymous memory above the level at entry, in bytes."""
 
     def __enter__(self) -> _Resident:
         self._begin, self.peak, self._end = self._now(), 0, threading.Event()

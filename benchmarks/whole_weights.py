@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout: each rank takes its part of what one rank has."""
+"""Initial weights that do not depend on the layout: each rank takes its part of the same whole tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SPREAD = 0.02
 
 @torch.no_grad()
 def fill(chunks: Sequence[Any]) -> None:
-    """Draw every matrix anew, by its name in checkpoints; vectors keep what Megatron has given them.
+    """Draw every matrix anew, seeded by its checkpoint key; vectors keep Megatron's values.
 
     Args:
-        chunks: model of this rank, before its optimizer is made.
+        chunks: this rank's model chunks, before the optimizer exists.
     """
     from dsa_job.model import unwrapped
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -34,7 +34,7 @@ def _part_of_whole(part: Any) -> torch.Tensor:
     """Return this rank's part of a matrix, fp32 on the host."""
     generator = torch.Generator().manual_seed(crc32(part.key.encode()))
     whole = torch.randn(part.global_shape, generator=generator) * _SPREAD
-    ahead = part.prepend_axis_num  # such as the layer and the expert
+    ahead = part.prepend_axis_num  # leading axes, for example layer and expert
     sizes = (1,) * ahead + tuple(part.local_shape)
     places = tuple(
         slice(offset, offset + size) for offset, size in zip(part.global_offset, sizes, strict=True)

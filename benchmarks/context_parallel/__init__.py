@@ -1,4 +1,4 @@
-"""Context parallelism: who has how much work, what travels, what hides it, memory and time of a step."""
+"""Context parallelism: balance of work, communication volume, overlap, and memory and time of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ CELLS = {
     "hiding": "benchmarks.context_parallel.hiding",
     "step": "benchmarks.context_parallel.step",
 }
-"""By the name that ``--only`` takes: a module."""
+"""Cell's module by its name for ``--only``."""
 
 run = CellCase("context-parallel", CELLS, "benchmarks.context_parallel.trace")

@@ -1,4 +1,4 @@
-"""How evenly context parallel ranks share the work of a sparse layer: counted, not measured."""
+"""Balance of a sparse layer's work between context parallel ranks: counted, not measured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BLOCK = 128
 LENGTHS = {"16k": 16_384, "64k": 65_536}
 RANKS = (2, 4, 8)
 DOCUMENTS = {"mean 1k": 1024, "mean 8k": 8192, "mean 32k": 32_768}
-"""Documents' mean lengths; lognormal with a spread of one."""
+"""Mean lengths of documents; lengths are lognormal with sigma 1."""
 PACKS = 50
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries; ``link`` is not used."""
+    """Return the cell's entries; ``link`` is not used."""
     return {
         "work_imbalance": {
             name: {f"CP{ranks}": of_sequences(length, ranks) for ranks in RANKS}
@@ -38,33 +38,33 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def of_sequences(length: int, ranks: int) -> dict[str, float]:
-    """Most over mean of indexer pairs and of selected pairs, in Megatron's rows and in blocks."""
+    """Return the imbalance of indexer pairs and selected pairs, for zigzag rows and zigzag blocks."""
     visible = torch.arange(1, length + 1)
-    found = {}
+    ratios = {}
     for name, layout in (("zigzag", Zigzag(ranks)), ("blocks", Zigzag(ranks, BLOCK))):
         rows = rows_of_all(layout, length)
-        found[f"indexer {name}"] = imbalance(visible, rows)
-        found[f"selected {name}"] = imbalance(visible.clamp_max(TOPK), rows)
-    return found
+        ratios[f"indexer {name}"] = imbalance(visible, rows)
+        ratios[f"selected {name}"] = imbalance(visible.clamp_max(TOPK), rows)
+    return ratios
 
 
 def of_packs(mean: int, ranks: int, packs: int, length: int = LENGTHS["64k"]) -> dict[str, float]:
-    """The same of packs with documents of random lengths: means, and the worst one of the dealt rows."""
-    found: dict[str, list[float]] = {}
+    """Return the mean imbalance over packs of random documents, and the worst imbalance of dealt rows."""
+    samples: dict[str, list[float]] = {}
     zigzag = rows_of_all(Zigzag(ranks), length)
     for seed in range(packs):
         pack = pack_of(mean, length, seed)
         visible = (pack.ends - pack.starts).long()
         dealt_rows = rows_of_all(BalancedBlocks(ranks, pack, BLOCK), length)
         for name, rows in (("zigzag", zigzag), ("dealt", dealt_rows)):
-            found.setdefault(f"indexer {name}", []).append(imbalance(visible, rows))
-            found.setdefault(f"selected {name}", []).append(imbalance(visible.clamp_max(TOPK), rows))
-    dealt = [*found["indexer dealt"], *found["selected dealt"]]
-    return {**{name: statistics.fmean(values) for name, values in found.items()}, "worst dealt": max(dealt)}
+            samples.setdefault(f"indexer {name}", []).append(imbalance(visible, rows))
+            samples.setdefault(f"selected {name}", []).append(imbalance(visible.clamp_max(TOPK), rows))
+    dealt = [*samples["indexer dealt"], *samples["selected dealt"]]
+    return {**{name: statistics.fmean(values) for name, values in samples.items()}, "worst dealt": max(dealt)}
 
 
 def pack_of(mean: int, length: int, seed: int) -> Pack:
-    """Documents of lognormal lengths until the pack is full; the last one is cut."""
+    """Return a full pack of documents with lognormal lengths; the last document is cut."""
     draw = random.Random(seed)
     ends = [0]
     while ends[-1] < length:
@@ -75,24 +75,24 @@ def pack_of(mean: int, length: int, seed: int) -> Pack:
 
 
 def imbalance(work: Tensor, rows: Tensor) -> float:
-    """The most loaded rank's work over the mean.
+    """Return the most loaded rank's work over the mean work.
 
     Args:
-        work: ``[length]``, of each row.
-        rows: ``[ranks, length / ranks]`` int64, of each rank.
+        work: work of every row, ``[length]``.
+        rows: row indices of every rank, ``[ranks, length / ranks]`` int64.
     """
     shares = work[rows].sum(1).double()
     return float(shares.max() / shares.mean())
 
 
 def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 32) -> None:
-    """Write an image of who computes what: rows by keys, each row in its rank's colour.
+    """Draw rows by keys, coloured by the rank that computes the row.
 
     Args:
-        path: of the PNG.
+        path: PNG file to write.
         ranks: context parallel size.
         length: rows of the sequence, and of the pack.
-        block: rows of a block, as much smaller than usual as the sequence is.
+        block: rows of a block, reduced like the length of the sequence.
     """
     import matplotlib
 

@@ -1,7 +1,7 @@
-"""How much of a transfer hides behind the work beside it, on two ranks with a slow link.
+"""Fraction of a transfer that hides behind concurrent work, on two ranks with a slow link.
 
-Sizes are fitted, direction by direction, until a transfer takes about as long as what hides it: of a shorter
-one little would be known, and a longer one could not be hidden.
+Sizes are fitted per direction until a transfer takes about as long as the work that hides it. The hidden part
+of a shorter transfer is hard to measure, and a longer one cannot be hidden.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttenti
 from mindspeed_dsa.parallel import buffer_pool
 
 ALLOWED = 0.8, 1.25
-"""Of a transfer over what hides it."""
+"""Accepted range of transfer time over covering time."""
 _AIM, _CLOSE = 0.95, (0.86, 1.05)
-"""What sizes are fitted to, and how close is close enough: a full measurement differs a bit."""
+"""Target ratio of a fit, and the range that ends it; a full measurement differs a bit from a fit."""
 _STEP = 16
 _BEGIN = {"key gather": (1088, 512), "latents": (448, 64), "grouped keys": (128, 64)}
-"""Sizes, forward and backward, to be tried first: they fit cores that multiply at 60 GFLOP/s and 2 Gbit/s."""
+"""Initial sizes, forward and backward. They fit cores with 60 GFLOP/s and a link with 2 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement: what travels is as large whatever is fitted.
+    """Sizes of the measurement. Fitting changes the amount of work, not the bytes that travel.
 
     Attributes:
-        rows: of a rank, which gathers keys; the width of the projection beside it is fitted.
-        width: of a key.
-        tokens: of a rank in a ring; the length of the sequences that they make up is fitted.
-        rounds: each runs every variant once.
-        fits: sizes that are tried, and measurements that are repeated because they did not show what those
-            promised.
+        rows: tokens per rank in the key gather; the width of the concurrent projection is fitted.
+        width: width of a key.
+        tokens: tokens per rank in a ring; the length of their sequences is fitted.
+        rounds: measurement rounds; a round runs every variant once.
+        fits: maximum number of fitting steps, including measurements repeated because their ratio was outside
+            :data:`ALLOWED`.
     """
 
     rows: int = 8192
@@ -68,11 +68,11 @@ class Problem:
     """One direction of one algorithm.
 
     Attributes:
-        together: transfers beside work.
-        alone: the transfers.
-        work: without transfers, all of it.
-        cover: of the last call of ``work``, the seconds that can hide transfers; default: all of it.
-        prepare: is called before each of these, and not timed.
+        together: transfers that overlap with the work.
+        alone: the transfers only.
+        work: all of the work, without transfers.
+        cover: seconds of the last ``work`` call that can hide transfers; default: all of it.
+        prepare: untimed function called before every run, with the variant's name.
     """
 
     together: Callable[[], object]
@@ -83,19 +83,19 @@ class Problem:
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     with LinkBed(2, link, wide=True) as bed:
-        found = bed.run("benchmarks.context_parallel.hiding:measure", sizes=QUICK if quick else Sizes())[0]
-    print(f"hiding: {found}", file=sys.stderr, flush=True)
+        figures = bed.run("benchmarks.context_parallel.hiding:measure", sizes=QUICK if quick else Sizes())[0]
+    print(f"hiding: {figures}", file=sys.stderr, flush=True)
     return {
-        "hidden_fraction": {name: each["hidden"] for name, each in found.items()},
-        "hiding": found,
+        "hidden_fraction": {name: each["hidden"] for name, each in figures.items()},
+        "hiding": figures,
     }
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """By algorithm and direction; the same on all ranks."""
-    found = {}
+    """Return figures by algorithm and direction, the same on all ranks."""
+    figures = {}
     for direction in ("forward", "backward"):
         back = direction == "backward"
         problems = {"key gather": partial(gathering, sizes, backward=back)}
@@ -103,17 +103,17 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             problems[f"ring of {name}"] = partial(going_around, of, sizes.tokens, backward=back)
         for name, problem in problems.items():
             begin = _BEGIN[name.removeprefix("ring of ")][back]
-            found[f"{name}, {direction}"] = fitted(problem, begin, sizes)
-    return found
+            figures[f"{name}, {direction}"] = fitted(problem, begin, sizes)
+    return figures
 
 
 def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str, Any]:
-    """Figures of a problem whose transfers take as long as what hides them.
+    """Fit a problem until its transfers take as long as the covering work; return its figures.
 
     Args:
-        build: of a size, with which transfers take an ever smaller part of what hides them.
-        size: to begin with.
-        sizes: of the measurement.
+        build: function from a size to a problem; a larger size makes transfers a smaller part of the work.
+        size: initial size.
+        sizes: sizes of the measurement.
     """
     tried: dict[int, float] = {}
     for number in range(sizes.fits):
@@ -124,7 +124,7 @@ def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str
         if following in tried or number == sizes.fits - 1:
             size = min(tried, key=lambda one: abs(log(tried[one] / _AIM)))
             times = timed(build(size), sizes.rounds, ("together", "alone", "work"))
-            tried.pop(size, None)  # the last one measured stands last
+            tried.pop(size, None)  # keep the latest measurement in last place
             tried[size] = times["alone"] / times["cover"]
             if ALLOWED[0] <= tried[size] <= ALLOWED[1] or number == sizes.fits - 1:
                 break
@@ -147,10 +147,10 @@ def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str
 
 
 def next_size(tried: Mapping[int, float]) -> int:
-    """The size to try next; one of those that were, if no other one would be closer.
+    """Return the next size to try, or a tried size if no other would be closer.
 
     Args:
-        tried: what transfers took of what hid them, by size; less with larger ones.
+        tried: dict from size to transfer time over covering time, which falls as the size grows.
     """
     last = next(reversed(tried))
     if _CLOSE[0] <= tried[last] <= _CLOSE[1]:
@@ -158,15 +158,15 @@ def next_size(tried: Mapping[int, float]) -> int:
     short = max((size for size, ratio in tried.items() if ratio > _AIM), default=None)
     long = min((size for size, ratio in tried.items() if ratio <= _AIM), default=None)
     if short is None or long is None or short >= long:
-        found = last * min(3.0, max(1 / 3, tried[last] / _AIM))
+        estimate = last * min(3.0, max(1 / 3, tried[last] / _AIM))
     else:
         part = log(tried[short] / _AIM) / log(tried[short] / tried[long])
-        found = short * (long / short) ** part
-    return max(_STEP, round(found / _STEP) * _STEP)
+        estimate = short * (long / short) ** part
+    return max(_STEP, round(estimate / _STEP) * _STEP)
 
 
 def timed(problem: Problem, rounds: int, names: Sequence[str]) -> dict[str, float]:
-    """Least seconds of alternating rounds, by variant, and of what hides transfers."""
+    """Return the least seconds of each variant over alternating rounds, and of the covering work."""
     covers: list[float] = []
 
     def work() -> None:
@@ -181,7 +181,7 @@ def timed(problem: Problem, rounds: int, names: Sequence[str]) -> dict[str, floa
 
 
 def gathering(sizes: Sizes, width: int, *, backward: bool) -> Problem:
-    """Keys travel beside a projection of as many rows, to ``width``; in backward its gradients' sums do."""
+    """Gather keys during a projection to ``width``; backward: reduce gradients during its backward."""
     members = Members.of(dist.group.WORLD, Zigzag(2), 2 * sizes.rows)
     local = torch.randn(sizes.rows, 1, sizes.width, requires_grad=True)
     states = torch.randn(sizes.rows, 512, requires_grad=True)
@@ -218,11 +218,12 @@ def gathering(sizes: Sizes, width: int, *, backward: bool) -> Problem:
 
 
 Around = tuple[Tensor, Payload]
-"""Queries and what goes around."""
+"""Query, and the payload that travels around the ring."""
 
 
 def latents(rows: int, batch: int) -> Around:
-    """Latent attention in DeepSeek-V3.2's widths; with one head, because more take longer than transfers."""
+    """Build latent attention of DeepSeek-V3.2's widths."""
+    # One head: more heads would take longer than the transfers.
     weight = torch.randn(128 + 128, 512).div_(16).requires_grad_()
     payload = torch.randn(rows, batch, 1, 576, requires_grad=True)
     query = torch.randn(rows, batch, 1, 192, requires_grad=True)
@@ -230,14 +231,15 @@ def latents(rows: int, batch: int) -> Around:
 
 
 def grouped(rows: int, batch: int) -> Around:
-    """Four heads that share two keys."""
+    """Build attention with four query heads that share two keys."""
     key, value = (torch.randn(rows, batch, 2, 128, requires_grad=True) for _ in range(2))
     return torch.randn(rows, batch, 4, 128, requires_grad=True), Payload.of(key, value)
 
 
 def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, backward: bool) -> Problem:
-    """A ring's attention. On two ranks the own block, half of the work, hides what is on its way."""
+    """Build ring attention."""
     query, payload = of(rows, max(1, tokens // rows))
+    # On two ranks the local block, half of the work, hides the transfer of the remote block.
     block = payload.rows.detach().contiguous()
     gradient, made = torch.randn(*query.shape[:3], _value_dim(payload)), {}
     covers: list[float] = []
@@ -246,7 +248,7 @@ def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, ba
         made["out"] = ring.ring_attention(DenseAttention(0.1), query, payload, dist.group.WORLD)
 
     def transfer() -> None:
-        for _ in range(2 if backward else 1):  # the gradient's sums follow
+        for _ in range(2 if backward else 1):  # in backward, the gradient's sums follow
             buffer_pool.give_back(ring.pass_on(block, dist.group.WORLD).wait())
 
     def back() -> None:
@@ -275,10 +277,10 @@ def _value_dim(payload: Payload) -> int:
 
 @contextmanager
 def _standing_still(covers: list[float]) -> Iterator[None]:
-    """Nothing is sent: the work is the same, its results are not.
+    """Replace the ring's transfers by local tensors: the work stays the same, the results do not.
 
     Args:
-        covers: gets the seconds between the start of each transfer and the wait for it.
+        covers: list that gets the seconds between the start of each transfer and the wait for it.
     """
 
     class Here:

@@ -1,4 +1,4 @@
-"""Memory and time of a DSA layer's step on context parallel ranks, beside one with the whole sequence."""
+"""Memory and time of a DSA layer's step on context parallel ranks, relative to one rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from benchmarks.registry import Metrics
 from benchmarks.tp_overlap.cells import slowest
 
 VOCABULARY = 128
+# Sums over 16,384 rows in another order differ by less.
 DEVIATION = 1e-4
 Step = Callable[[], dict[str, Tensor]]
-"""Forward and backward; returns the loss, and gradients by name, of the whole sequence."""
+"""Forward and backward; returns the loss, and the whole sequence's gradients by name."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement: one layer whose attention dominates, as it does at such lengths."""
+    """Sizes of the measurement: one layer dominated by attention, as in training on long sequences."""
 
     length: int = 16_384  # of the whole sequence
     topk: int = 512  # keys of a row
@@ -40,11 +41,12 @@ _TIMES, _PEAKS = (f"benchmarks.context_parallel.step:{name}" for name in ("times
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries. Peaks need no link and no cores: four ranks share two."""
+    """Return the cell's entries."""
     sizes = QUICK if quick else Sizes()
     with LinkBed(2, link) as bed:
         timing = bed.run(_TIMES, sizes=sizes, timeout_s=900.0)[0]
     print(f"step: {timing}", file=sys.stderr, flush=True)
+    # Peaks need neither a link nor free cores: four ranks share two cores.
     with LinkBed(4, None, cores=[0, 1, 0, 1]) as bed:
         found = bed.run(_PEAKS, sizes=sizes, timeout_s=900.0)
     peaks = {name: max(rank[name] for rank in found) for name in found[0]}
@@ -58,41 +60,41 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def times(sizes: Sizes) -> dict[str, Any]:
-    """Least seconds of a step on two ranks, and on one with both cores at work; they take turns."""
-    found: dict[str, Any] = {}
+    """Return the least seconds of a step on two ranks, and on one with both cores; the two alternate."""
+    timings: dict[str, Any] = {}
     whole: dict[str, Tensor] = {}
     for _ in range(sizes.rounds):
         for ranks in (1, 2):
             step = built(sizes, ranks)
-            results = step()  # warm-up, and the gate of the figure
+            results = step()  # warmup, and the reference for deviation
             if ranks == 1:
                 whole = results
             else:
-                found["deviation"] = deviation(results, whole)
+                timings["deviation"] = deviation(results, whole)
             timing = timed(step)
-            kept = found.setdefault(f"CP{ranks}", {"wall": timing.wall, "processor": timing.processor})
+            kept = timings.setdefault(f"CP{ranks}", {"wall": timing.wall, "processor": timing.processor})
             for name in kept:
                 kept[name] = min(kept[name], getattr(timing, name))
             finish()
-    return found
+    return timings
 
 
 def peaks(sizes: Sizes) -> dict[str, int]:
-    """Peak bytes of a step over what lies there before it: weights and gradients."""
-    found = {}
+    """Return the peak bytes of a step above its weights and gradients."""
+    extra_bytes = {}
     ranks = dist.get_world_size()
     for name, cp, keep in (("CP1", 1, False), ("CP4", ranks, False), ("CP4, keys kept", ranks, True)):
         step = built(sizes, cp, cp_keep_gathered=keep)
-        # The whole sequence fits on one rank, hardly on four of one machine.
-        found[name] = peak_bytes(step) if cp > 1 or dist.get_rank() == 0 else 0
+        # Run CP1 on one rank only: four whole sequences hardly fit into one machine.
+        extra_bytes[name] = peak_bytes(step) if cp > 1 or dist.get_rank() == 0 else 0
         del step
         dist.barrier()
         finish()
-    return found
+    return extra_bytes
 
 
 def built(sizes: Sizes, ranks: int, **switches: Any) -> Step:
-    """A step of a model with random weights, equal on all ranks, and gradients that lie there already."""
+    """Build a step of a model with random weights, equal on all ranks, and preallocated gradients."""
     import mindspeed_dsa
 
     switches = {**switches, "context_parallel_size": ranks, "experimental_attention_variant": "dsa"}
@@ -136,7 +138,7 @@ def built(sizes: Sizes, ranks: int, **switches: Any) -> Step:
 
 
 def finish() -> None:
-    """Undo :func:`built`, for another number of ranks."""
+    """Undo :func:`built`, before a build with another context parallel size."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -147,10 +149,10 @@ def finish() -> None:
 
 
 def deviation(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Largest relative difference of all ranks.
+    """Return the largest relative difference over all ranks.
 
     Raises:
-        RuntimeError: it is above 1e-4, of sums over 16,384 rows in another order; the same on all ranks.
+        RuntimeError: the difference exceeds 1e-4; all ranks raise it.
     """
     worst = max(float((ours[name] - value).norm() / value.norm()) for name, value in theirs.items())
     worst = slowest(worst)

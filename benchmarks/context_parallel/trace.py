@@ -1,4 +1,4 @@
-"""One step of a DSA layer on two context parallel ranks, product by product and transfer by transfer."""
+"""Trace of a DSA layer's step on two context parallel ranks, with its products and transfers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.tp_overlap import picture
 from benchmarks.tp_overlap.trace import Span, recorded, without_queueing
 
 _SIZES = Sizes(length=4096, topk=256, hidden=1024)
-"""Shorter than what is timed: projections would not be seen beside the attention of longer sequences."""
+"""Shorter than the timed sizes: with longer sequences attention would dwarf the projections."""
 _NAMES = {"all_gather": "all-gather", "all_to_all_single": "reduce-scatter"}
 
 
 def write(link: str, quick: bool, path: Path) -> None:
-    """Record a step and write ``path`` with an image next to it."""
+    """Record a step; write its trace to ``path``, and an image next to it."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.context_parallel.trace:record", sizes=QUICK if quick else _SIZES)
     picture.write(found, path, "a DSA layer on two context parallel ranks")
 
 
 def record(sizes: Sizes) -> dict[str, list[Span]]:
-    """Spans of this rank in one forward and backward."""
+    """Return this rank's spans of one forward and backward."""
     step = built(sizes, dist.get_world_size())
     for _ in range(2):  # warm-up: allocate memory
         step()

@@ -1,4 +1,4 @@
-"""Bytes that a rank receives, at the collectives and on the link, over those of the formula."""
+"""Bytes that a rank receives, at the collectives and on the link, relative to a formula."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Sizes:
     """Widths of DeepSeek-V3.2's keys; few heads, because only the head exchange sends them.
 
     Attributes:
-        length: of the whole sequence.
-        heads: of queries.
-        kv_heads: of grouped keys.
-        dim: of a grouped head.
+        length: whole sequence's length.
+        heads: number of query heads.
+        kv_heads: number of grouped key heads.
+        dim: width of a grouped head.
     """
 
     length: int = 8192
@@ -50,15 +50,15 @@ QUICK = Sizes(length=256)
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.context_parallel.volume:measure", sizes=QUICK if quick else Sizes())[0]
     return {"comm_bytes_ratio_to_formula": found}
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """By algorithm and direction: the formula's bytes, and what was counted over them, on this rank."""
-    found: dict[str, Any] = {}
+    """Return this rank's bytes over the formula's bytes, by algorithm and direction."""
+    ratios: dict[str, Any] = {}
     for name, (forward, formulas) in cases(sizes).items():
         with counted() as received:
             out = forward()
@@ -67,19 +67,19 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         for direction, counts, bytes_ in zip(
             ("forward", "backward"), (received, received_back), formulas, strict=True
         ):
-            found.setdefault(name, {})[direction] = {
+            ratios.setdefault(name, {})[direction] = {
                 "collective": counts["collective"] / bytes_,
                 "link": counts["link"] / bytes_,
                 "megabytes": bytes_ / 1e6,
             }
-    return found
+    return ratios
 
 
 def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, float]]]:
-    """Forwards whose output has a graph, and the formulas for both directions, ``S f n b``.
+    """Return forwards whose output has a graph, and the formula's bytes ``S f n b`` of both directions.
 
-    ``S`` is the sequence, ``f = (c - 1) / c``, ``n`` numbers per token and ``b`` their bytes. A head exchange
-    sends ``S / c`` rows.
+    ``S`` is the sequence's length, ``f = (c - 1) / c`` for ``c`` ranks, ``n`` the numbers per token and ``b``
+    their bytes. A head exchange sends ``S / c`` rows.
     """
     group = dist.group.WORLD
     ranks = dist.get_world_size()
@@ -135,12 +135,12 @@ def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, fl
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Bytes that reach this rank in the block, by what the collectives say and by what the link does."""
-    found = {"collective": 0, "link": 0}
+    """Count the bytes that this rank receives in the block, by the collectives' arguments and by the link."""
+    bytes_received = {"collective": 0, "link": 0}
 
     def counting(original: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found["collective"] += size(*args)
+            bytes_received["collective"] += size(*args)
             return original(*args, **kwargs)
 
         return call
@@ -160,9 +160,9 @@ def counted() -> Iterator[dict[str, int]]:
     with contextlib.ExitStack() as stack:
         for name, size in sizes.items():
             stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), size)))
-        yield found
+        yield bytes_received
     dist.barrier()
-    found["link"] = int(_DEVICE.read_text()) - before
+    bytes_received["link"] = int(_DEVICE.read_text()) - before
 
 
 def _without_own(output: Tensor, rows: Tensor, receive: Any = None, send: Any = None, *unused: Any) -> int:

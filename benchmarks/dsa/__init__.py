@@ -1,4 +1,4 @@
-"""DSA operators: comparison with Megatron's own functions, memory by length, and time over the floor."""
+"""DSA operators: comparison with Megatron's functions, memory by length, and time over the matmul floor."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
 from benchmarks.released import MODELS, Released
 
-# What a CPU measures of a released model, which keeps the widths of its heads, latents and hidden states.
+# A CPU-sized part of a released model; widths of heads, latents and hidden states are kept.
 SCALED = {"length": 4096, "heads": 16, "index_heads": 16, "topk": 512}
-# Four layers of the model with all of its index heads: with few of them many scores are equal.
+# Four layers with all index heads of the model: with few heads, many scores tie.
 SHARING = {"length": 2048, "heads": 4, "topk": 512}
 LENGTHS = (2048, 4096, 8192, 16384)
-# One for each form of the attention.
+# One problem for each form of the attention.
 GATES = ({"length": 192, "topk": 48}, {"length": 1024, "heads": 4, "index_heads": 4, "topk": 160})
-# For tests: everything is measured, on problems too small to be meaningful.
+# For tests: all parts run, on problems too small to be meaningful.
 QUICK = {"length": 256, "heads": 4, "index_heads": 4, "topk": 64, "hidden_dim": 256, "query_rank": 128}
 _DTYPES = {"": torch.float32, "_bf16": torch.bfloat16}
 
 
 def run(device: str, quick: bool = False, model: str = "deepseek-v3.2", only: str | None = None) -> Metrics:
-    """Metrics of the case; the CPU figures are measured on any device.
+    """Return the metrics of the case; CPU figures are measured on any device.
 
     Args:
-        device: that computes.
+        device: device to measure on.
         quick: tiny problems.
-        model: of :data:`benchmarks.released.MODELS`.
-        only: names of parts, with commas between; all by default.
+        model: key of :data:`benchmarks.released.MODELS`.
+        only: comma-separated names of parts; default: all.
     """
     if model not in MODELS:
         raise SystemExit(f"dsa: --model {model} is none of {', '.join(MODELS)}")
@@ -46,10 +46,10 @@ def run(device: str, quick: bool = False, model: str = "deepseek-v3.2", only: st
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"dsa: --only {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     released = MODELS[model]
-    found: dict[str, Any] = {"model": model, **_of_machine()}
+    metrics: dict[str, Any] = {"model": model, **_of_machine()}
     for part in parts:
-        found.update(PARTS[part](released, device, quick))
-    return found
+        metrics.update(PARTS[part](released, device, quick))
+    return metrics
 
 
 def _sizes(model: Released, quick: bool) -> Sizes:
@@ -57,16 +57,16 @@ def _sizes(model: Released, quick: bool) -> Sizes:
 
 
 def _compared(model: Released, device: str, quick: bool) -> Metrics:
-    sizes, found = _sizes(model, quick), dict[str, Any]()
+    sizes, metrics = _sizes(model, quick), dict[str, Any]()
     gates = [Sizes.of(model, **{**SCALED, **gate}) for gate in GATES]
     for suffix, dtype in _DTYPES.items():
         deviation = max(require_same_results(gate, dtype) for gate in gates)
         _say(f"{dtype}: both sides agree to {deviation:.1e}")
         compared = compare(sizes, rounds=1 if quick else 3, runs=1 if quick else 2, dtype=dtype)
-        found.update({f"{name}{suffix}": value for name, value in compared.items()})
-        found[f"correctness_deviation{suffix}"] = deviation
+        metrics.update({f"{name}{suffix}": value for name, value in compared.items()})
+        metrics[f"correctness_deviation{suffix}"] = deviation
     whole = {name: getattr(Sizes.of(model), name) for name in SCALED if name != "length"}
-    return {**found, "scaled": {name: f"{getattr(sizes, name)} of {size}" for name, size in whole.items()}}
+    return {**metrics, "scaled": {name: f"{getattr(sizes, name)} of {size}" for name, size in whole.items()}}
 
 
 def _memory(model: Released, device: str, quick: bool) -> Metrics:
@@ -87,14 +87,14 @@ def _floor(model: Released, device: str, quick: bool) -> Metrics:
     sizes = _sizes(model, quick)
     fp32 = floor_multiples(sizes, torch.float32, 1 if quick else 7)
     bf16 = floor_multiples(sizes, torch.bfloat16, 1 if quick else 3)
-    found = {
+    metrics = {
         "floor_multiple": fp32["multiple"],
         "floor_multiple_bf16": bf16["multiple"],
         "matmul_gflops": {"fp32": fp32["matmul_gflops"], "bf16": bf16["matmul_gflops"]},
     }
     if "multiple_onednn" in fp32:
-        found["floor_multiple_onednn"] = fp32["multiple_onednn"]
-    return found
+        metrics["floor_multiple_onednn"] = fp32["multiple_onednn"]
+    return metrics
 
 
 def _sharing(model: Released, device: str, quick: bool) -> Metrics:
@@ -123,28 +123,28 @@ PARTS: dict[str, Callable[[Released, str, bool], Metrics]] = {
 
 
 def compare(sizes: Sizes, rounds: int, runs: int, dtype: torch.dtype = torch.float32) -> Metrics:
-    """Both sides in fresh processes whose steps alternate; medians.
+    """Run both sides in fresh processes whose steps alternate; return medians.
 
     Args:
-        sizes: of the problem.
-        rounds: processes per side.
-        runs: forwards and backwards in each; memory is measured in the first one.
-        dtype: of the inputs of both sides.
+        sizes: problem sizes.
+        rounds: number of processes per side.
+        runs: forward-backward steps per process; memory is measured in the first one.
+        dtype: inputs' dtype on both sides.
     """
-    found: dict[str, list[dict[str, Any]]] = {"fused": [], "megatron": []}
-    extra: dict[str, list[float]] = {side: [] for side in found}
+    by_side: dict[str, list[dict[str, Any]]] = {"fused": [], "megatron": []}
+    extra: dict[str, list[float]] = {side: [] for side in by_side}
     for _ in range(rounds):
         with ExitStack() as stack:
             name = str(dtype).removeprefix("torch.")
-            children = {side: stack.enter_context(Child(side, sizes, name)) for side in found}
+            children = {side: stack.enter_context(Child(side, sizes, name)) for side in by_side}
             for number in range(runs):
                 for side, child in children.items():
-                    found[side].append(child.run())
-                    _say(f"{side}: {found[side][-1]}")
+                    by_side[side].append(child.run())
+                    _say(f"{side}: {by_side[side][-1]}")
                     if number == 0:
-                        extra[side].append(found[side][-1]["extra_bytes"])
+                        extra[side].append(by_side[side][-1]["extra_bytes"])
     seconds, cpu_seconds = (
-        {side: statistics.median(result[kind] for result in results) for side, results in found.items()}
+        {side: statistics.median(result[kind] for result in results) for side, results in by_side.items()}
         for kind in ("seconds", "cpu_seconds")
     )
     peaks = {side: statistics.median(values) for side, values in extra.items()}
@@ -159,11 +159,11 @@ def compare(sizes: Sizes, rounds: int, runs: int, dtype: torch.dtype = torch.flo
 
 
 def memory_growth(sizes: Sizes, lengths: Sequence[int]) -> Metrics:
-    """Extra peak memory of our side at each length, and the largest ratio of consecutive ones.
+    """Return this library's extra peak memory at each length, and the largest ratio between neighbours.
 
     Args:
-        sizes: of the problem, except its length.
-        lengths: each twice the previous one.
+        sizes: problem sizes; the length is replaced.
+        lengths: ascending lengths, each twice the previous one.
     """
     extra = [measure("fused", replace(sizes, length=length))["extra_bytes"] for length in lengths]
     _say(f"extra bytes at {lengths}: {extra}")

@@ -1,8 +1,8 @@
 """One side of the comparison in a separate process: ``python -m benchmarks.dsa.child SIDE DTYPE SIZES``.
 
-Every line on its input starts a run, after which it prints one JSON object: ``seconds``, ``cpu_seconds`` of
-all its threads (less sensitive to other processes on the machine), ``extra_bytes``, the peak of the run minus
-the level before it, and the number of ``threads``. So two sides can take turns.
+Every line on stdin starts a run, which prints one JSON object. Its keys are ``seconds``, ``cpu_seconds`` of
+all threads (less sensitive to other processes), ``extra_bytes`` (the run's peak minus the level before it)
+and ``threads``. The parent can therefore alternate between two sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIDES = {"fused": fused_step, "megatron": megatron_step}
 
 
 class Child:
-    """A side's process, which runs a step whenever it is told to."""
+    """Process of one side, which runs a step on request."""
 
     def __init__(self, side: str, sizes: Sizes, dtype: str = "float32") -> None:
         root = Path(__file__).parents[2]
@@ -42,10 +42,10 @@ class Child:
         )
 
     def run(self) -> dict[str, Any]:
-        """One forward and backward: what the process printed.
+        """Run one forward and backward; return the printed object.
 
         Raises:
-            RuntimeError: it failed, for example for lack of memory.
+            RuntimeError: the process failed, for example out of memory.
         """
         commands, answers = self._process.stdin, self._process.stdout
         assert commands is not None
@@ -68,17 +68,17 @@ class Child:
 
 
 def measure(side: str, sizes: Sizes) -> dict[str, Any]:
-    """Run one side once in a fresh process and return what it printed.
+    """Run one side once in a fresh process; return the printed object.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the process failed.
     """
     with Child(side, sizes) as child:
         return child.run()
 
 
 def serve(side: str, dtype: str, sizes: Sizes, commands: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """In the process of a :class:`Child`: one run per command, all on the same inputs."""
+    """Yield one result per command, all on the same inputs. Runs in a :class:`Child`'s process."""
     import torch
 
     step = SIDES[side]
@@ -100,7 +100,7 @@ def serve(side: str, dtype: str, sizes: Sizes, commands: Iterable[str]) -> Itera
 
 
 def _level() -> int:
-    """Resident bytes; freed memory is returned first, and the peak is reset."""
+    """Return freed memory to the system, reset the peak and return the resident bytes."""
     gc.collect()
     # The C library caches freed memory; without this the run would reuse the warm-up's memory uncounted.
     ctypes.CDLL(None).malloc_trim(0)
@@ -109,7 +109,7 @@ def _level() -> int:
 
 
 def memory(field: str) -> int:
-    """A figure of this process in bytes: ``VmRSS``, resident now, or ``VmHWM``, its peak."""
+    """Return a memory figure of this process in bytes: ``VmRSS`` (resident now) or ``VmHWM`` (peak)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -119,7 +119,7 @@ def memory(field: str) -> int:
 if __name__ == "__main__":
     side, dtype, sizes = sys.argv[1:]
     answers = sys.stdout
-    # What the measured code prints is no answer.
+    # Keep output of the measured code apart from the answers.
     with contextlib.redirect_stdout(sys.stderr):
         for found in serve(side, dtype, Sizes(**json.loads(sizes)), sys.stdin):
             print(json.dumps(found), file=answers, flush=True)

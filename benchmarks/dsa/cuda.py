@@ -23,13 +23,20 @@ def run(
     tell: Callable[[Metrics], None] = lambda found: None,
     model: Released = MODELS["deepseek-v3.2"],
 ) -> Metrics:
-    """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
+    """Return the operators' figures in bf16, and the matmul rate.
 
-    A problem that does not fit into the device's memory gives a string that reports this. After each problem
-    ``tell`` is called with all figures so far. Heads beyond the model's are left out.
+    The figures are nested by ``S<length>_H<heads>``, operator and direction. A problem that exceeds the
+    device's memory gets a string instead of figures. Head counts above the model's are left out.
+
+    Args:
+        lengths: sequence lengths.
+        heads: numbers of heads of the main attention.
+        rounds: timed calls per figure.
+        tell: callback that gets all figures so far, after each problem.
+        model: released model with the other sizes.
     """
     peak = matmul_rate(rounds)
-    found: dict[str, Metrics | float | str] = {"matmul_tflops": peak / 1e12}
+    figures: dict[str, Metrics | float | str] = {"matmul_tflops": peak / 1e12}
     problems = {
         f"S{length}_H{count}": Sizes.of(model, length=length, heads=count)
         for length in lengths
@@ -38,16 +45,16 @@ def run(
     }
     for name, sizes in problems.items():
         try:
-            found[name] = _ours(sizes, peak, rounds)
+            figures[name] = _ours(sizes, peak, rounds)
         except torch.cuda.OutOfMemoryError:
-            found[name] = "does not fit into the memory of the device"
+            figures[name] = "does not fit into the memory of the device"
         torch.cuda.empty_cache()
-        tell(found)
-    return found
+        tell(figures)
+    return figures
 
 
 def matmul_rate(rounds: int) -> float:
-    """Operations a second of a bf16 matmul of 8192 x 8192 x 8192."""
+    """Return the operations per second of a bf16 matmul of 8192 x 8192 x 8192."""
     matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
     return work / seconds(matmul, rounds)
 
@@ -79,13 +86,13 @@ def _figures(call: Call, needed: float, peak: float, rounds: int) -> Metrics:
 
 
 def seconds(call: Call, rounds: int, before: Call = lambda: None) -> float:
-    """Median of single calls between events on the device.
+    """Return the median seconds of single calls, timed by events on the device.
 
     Args:
-        call: what is timed.
-        rounds: calls, of which two more come first.
-        before: called ahead of each, outside of the events. What it leaves the device to do hides the time
-            that the host takes to launch the call.
+        call: function to time.
+        rounds: number of timed calls; two warmup calls precede them.
+        before: function called before each timed call, outside the events. Work that it leaves on the device
+            hides the host's launch time of the call.
     """
     for _ in range(2):
         call()

@@ -20,11 +20,11 @@ Table = dict[str, dict[str, float]]
 
 
 def needed_flops(sizes: Sizes) -> Table:
-    """Required floating point operations, per operator and direction.
+    """Return the required floating point operations by operator and direction.
 
-    Per visible pair the indexer multiplies all its heads; its backward does three such products per selected
-    pair. Attention: one product with the key, one with the value; its backward three and two. The loss:
-    one product with the key, and the indexer's backward.
+    The indexer multiplies all its heads for each visible pair; its backward takes three such products for
+    each selected pair. Attention takes one product with the key and one with the value; its backward takes
+    three and two. The loss takes one product with the key, and the indexer's backward.
     """
     key_dim = sizes.latent_dim + sizes.rope_dim
     index = 2 * sizes.index_heads * sizes.index_dim
@@ -38,7 +38,7 @@ def needed_flops(sizes: Sizes) -> Table:
 
 
 def attention_flops(sizes: Sizes, pairs: int) -> dict[str, float]:
-    """Required floating point operations of the attention by direction, for so many pairs of row and key."""
+    """Return attention's required floating point operations by direction, for ``pairs`` of query and key."""
     key_dim, value_dim = sizes.latent_dim + sizes.rope_dim, sizes.latent_dim
     return {
         "forward": 2 * sizes.heads * (key_dim + value_dim) * pairs,
@@ -49,7 +49,7 @@ def attention_flops(sizes: Sizes, pairs: int) -> dict[str, float]:
 def operator_calls(
     sizes: Sizes, dtype: torch.dtype, device: str, backend: str = "auto"
 ) -> dict[str, dict[str, Call]]:
-    """The same table with a function for each entry that runs it once."""
+    """Return a function for each entry of :func:`needed_flops` that runs it once."""
     generator = torch.Generator(device).manual_seed(0)
     length, heads, key_dim = sizes.length, sizes.heads, sizes.latent_dim + sizes.rope_dim
 
@@ -115,17 +115,17 @@ def operator_calls(
 
 
 def matmul_call(size: int, dtype: torch.dtype, device: str) -> tuple[Call, float]:
-    """A large ``torch.matmul`` and its floating point operations."""
+    """Return a large ``torch.matmul`` and its floating point operations."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: torch.matmul(a, b), 2.0 * size**3
 
 
 def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: int = 2048) -> Metrics:
-    """Interleaved rounds on the CPU: matmuls, then every operator; all figures are medians over rounds.
+    """Time matmuls and operators on the CPU in interleaved rounds; return medians over rounds.
 
     Returns:
-        ``multiple``, the table of time over floor; ``multiple_onednn``, the same with the rate of PyTorch's
-        oneDNN matmul, where that is a different one; ``matmul_gflops``, the rates.
+        ``multiple``, time over floor by operator and direction; ``multiple_onednn``, the same at the rate of
+        PyTorch's oneDNN matmul if it differs; ``matmul_gflops``, the rates.
     """
     flops = needed_flops(sizes)
     calls = operator_calls(sizes, dtype, "cpu")
@@ -159,7 +159,7 @@ def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: 
 
 
 def _onednn_call(size: int, dtype: torch.dtype) -> tuple[Call, float] | None:
-    """The same matmul by oneDNN, or None if this PyTorch lacks it; bf16 uses it anyway."""
+    """Return the same matmul by oneDNN. None if PyTorch lacks it, and for bf16, which uses oneDNN anyway."""
     namespace = torch.ops.mkldnn
     if dtype != torch.float32 or not hasattr(namespace, "_linear_pointwise"):
         return None

@@ -1,4 +1,4 @@
-"""Both forms of the main attention at several lengths, and the one that ``--use-dsa-absorb auto`` takes."""
+"""Both forms of the main attention by length, and the form that ``--use-dsa-absorb auto`` selects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 BY_HEAD, ABSORBED = "by head", "absorbed"
 LENGTHS = (512, 768, 1024, 2048, 4096, 6144, 8192, 16384)
-# No more rounds where one form takes this many times as long as the other: noise does not turn that round.
+# Stop a length's rounds once one form takes this many times as long as the other: noise cannot reverse it.
 CLEAR = 1.5
 DEVIATION = 1e-4
 CLOCKS = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
@@ -29,16 +29,16 @@ Step = Callable[[], "tuple[Tensor, ...]"]
 
 
 def choice(sizes: Sizes, lengths: Sequence[int], rounds: int) -> Metrics:
-    """Time of both forms at each length, forward and backward with up-projections, taking turns; medians.
+    """Time both forms at each length, forward and backward with up-projections, in alternation.
 
     Args:
-        sizes: of the problem, except its length.
-        lengths: of the sequences.
-        rounds: of each length, at most.
+        sizes: problem sizes; the length is replaced.
+        lengths: sequence lengths.
+        rounds: maximum number of rounds per length.
 
     Returns:
-        ``absorb_choice_worst_ratio``: the time of the chosen form over the time of the faster one, at the
-        worst length; by length the ratio, the choice and both times.
+        ``absorb_choice_worst_ratio``, the largest ratio over lengths of the selected form's time to the
+        faster form's time; ``absorb_choice``, by length the ratio, the selected form and both median times.
     """
     rows = {str(length): _compared(replace(sizes, length=length), rounds) for length in lengths}
     return {
@@ -49,7 +49,7 @@ def choice(sizes: Sizes, lengths: Sequence[int], rounds: int) -> Metrics:
 
 def _compared(sizes: Sizes, rounds: int) -> dict[str, Any]:
     steps = {form: step_in(form, *make_inputs(sizes), sizes) for form in (BY_HEAD, ABSORBED)}
-    # Also the warm-up.
+    # These runs are the warmup, too.
     results = {form: step() for form, step in steps.items()}
     for one, other in zip(*results.values(), strict=True):
         deviation = float((one - other).abs().max() / other.abs().max())
@@ -66,24 +66,24 @@ def _compared(sizes: Sizes, rounds: int) -> dict[str, Any]:
         latest = [times[-1] for times in taken["cpu_seconds"].values()]
         if max(latest) > CLEAR * min(latest):
             break
-    found: dict[str, dict[str, float]] = {
+    medians: dict[str, dict[str, float]] = {
         kind: {form: statistics.median(times) for form, times in forms.items()}
         for kind, forms in taken.items()
     }
     taken_form = chosen(sizes)
-    ratios = {kind: times[taken_form] / min(times.values()) for kind, times in found.items()}
-    return {"chosen": taken_form, "ratio": ratios["seconds"], "cpu_ratio": ratios["cpu_seconds"], **found}
+    ratios = {kind: times[taken_form] / min(times.values()) for kind, times in medians.items()}
+    return {"chosen": taken_form, "ratio": ratios["seconds"], "cpu_ratio": ratios["cpu_seconds"], **medians}
 
 
 def chosen(sizes: Sizes) -> str:
-    """Return the form that ``--use-dsa-absorb auto`` takes on a CPU."""
+    """Return the form that ``--use-dsa-absorb auto`` selects on a CPU."""
     by_head = is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.heads, sizes.widths)
     return BY_HEAD if by_head else ABSORBED
 
 
 def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
-    """One forward and backward in a form: the output, and the gradients of all that attention reads."""
-    # Any keys will do, the same in both forms; one head of the indexer selects them fast.
+    """Return a step in a form, which returns the output and the gradients of all attention inputs."""
+    # Any selection will do if both forms get it; a single index head makes one quickly.
     index = (inputs.index_query[:, :, :1], inputs.index_key, inputs.index_weights[:, :, :1])
     with torch.no_grad():
         topk_indices, _ = lightning_indexer(*(x.transpose(0, 1) for x in index), sizes.topk)
@@ -92,7 +92,7 @@ def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
         operands = operands_in(form, inputs, sizes)
         if sizes.length <= sizes.topk:
             attended = attend_densely(operands, Rows(), "auto")
-        else:  # with what the indexer's loss is computed from
+        else:  # with the inputs of the indexer's loss
             attended = attend_sparsely(operands, topk_indices, "auto", with_sum=True)
         gradients = torch.autograd.grad(attended.out, inputs.of_attention, grad_out)
         return attended.out.detach(), *gradients

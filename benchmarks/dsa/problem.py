@@ -1,4 +1,4 @@
-"""The compared computation: part of a layer, from queries and latents to output, loss and gradients."""
+"""Compared computation: part of a layer, from queries and latents to output, loss and gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 
-# The largest deviation of a result of one side from the other's, over its largest value.
+# Bound on the deviation between both sides, relative to a result's largest value.
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the problem; those of a head, of latents and of hidden states are DeepSeek-V3.2's."""
+    """Problem sizes; by default head, latent and hidden widths of DeepSeek-V3.2."""
 
     length: int = 4096
     heads: int = 16
@@ -36,7 +36,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: Released, **others: int) -> Sizes:
-        """Return a released model's sizes, full ones but for ``others``."""
+        """Return a released model's sizes, with ``others`` replaced."""
         whole = {
             "heads": model.heads,
             "index_heads": model.index_heads,
@@ -50,22 +50,22 @@ class Sizes:
 
     @property
     def softmax_scale(self) -> float:
-        """Scale of the main attention, for the unabsorbed heads."""
+        """Softmax scale of the main attention, for unabsorbed heads."""
         return float((self.nope_dim + self.rope_dim) ** -0.5)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of key and value together, of a head and absorbed."""
+        """Widths of key plus value: unabsorbed per head, and absorbed."""
         return self.nope_dim + self.rope_dim + self.value_dim, 2 * self.latent_dim + self.rope_dim
 
     @property
     def visible_pairs(self) -> int:
-        """Number of pairs of a query and a visible key."""
+        """Number of visible (query, key) pairs."""
         return self.length * (self.length + 1) // 2
 
     @property
     def selected_pairs(self) -> int:
-        """Number of pairs of a query and a selected key."""
+        """Number of selected (query, key) pairs."""
         topk = min(self.topk, self.length)
         return topk * (topk + 1) // 2 + (self.length - topk) * topk
 
@@ -91,16 +91,16 @@ class Inputs:
     index_key: Tensor
     """``[length, 1, index_dim]``"""
     index_weights: Tensor
-    """``[length, 1, index_heads]``, every scale included."""
+    """``[length, 1, index_heads]``, including all scales."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """All of them, in order."""
+        """All inputs, in order."""
         return tuple(vars(self).values())
 
     @property
     def of_attention(self) -> tuple[Tensor, ...]:
-        """Those that the main attention reads, in order."""
+        """Inputs of the main attention, in order."""
         return self.q_nope, self.q_rope, self.latent, self.key_rope, self.up_key, self.up_value
 
 
@@ -115,11 +115,11 @@ class Step:
     topk_indices: Tensor
     """``[1, length, topk]``"""
     gradients: tuple[Tensor, ...]
-    """In the order of :attr:`Inputs.leaves`."""
+    """Gradients in the order of :attr:`Inputs.leaves`."""
 
 
 def make_inputs(sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Inputs, Tensor]:
-    """Random inputs, and the gradient of the output, ``[length, 1, heads * value_dim]``."""
+    """Return random inputs, and a gradient of the output ``[length, 1, heads * value_dim]``."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -141,7 +141,7 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
-    """This library's operators, attention in the form that is faster."""
+    """Run this library's operators, with attention in the faster form."""
     index = [x.transpose(0, 1) for x in (inputs.index_query, inputs.index_key, inputs.index_weights)]
     topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
     attend = _absorbed
@@ -162,18 +162,22 @@ def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
 
 
 def _by_head(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
-    """Output, ``[length, 1, heads, value_dim]``, and what the loss takes: query, a key, and the sum."""
+    """Run attention by head.
+
+    Returns:
+        Output ``[length, 1, heads, value_dim]``, then query, key and attention sum for the loss.
+    """
     query, key, value = (x.transpose(0, 1) for x in projected(inputs, sizes))
     out, attention_sum = sparse_attention_by_head(
         query, key, value, topk_indices, sizes.softmax_scale, return_attention_sum=True
     )
     assert attention_sum is not None
-    # With the sum given the loss reads no key.
+    # Given the attention sum, the loss reads no key.
     return out.transpose(0, 1), query.detach(), key.detach()[:, :, 0], attention_sum
 
 
 def _absorbed(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
-    """As :func:`_by_head`."""
+    """Run absorbed attention; same results as :func:`_by_head`."""
     query, key_value = (x.transpose(0, 1) for x in absorbed(inputs))
     attention = sparse_flash_attention(
         query,
@@ -190,9 +194,10 @@ def _absorbed(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tenso
 
 
 def absorbed(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Query ``[length, 1, heads, latent_dim + rope_dim]``, in the order of memory that the operator reads.
+    """Return the absorbed query and the key that all heads share.
 
-    And the key of all heads, ``[length, 1, latent_dim + rope_dim]``.
+    The query is ``[length, 1, heads, latent_dim + rope_dim]``, in the memory order that the operator reads.
+    The key is ``[length, 1, latent_dim + rope_dim]``.
     """
     latent_query = torch.bmm(inputs.q_nope[:, 0].transpose(0, 1), inputs.up_key).transpose(0, 1)
     query = torch.cat([latent_query, inputs.q_rope[:, 0]], dim=-1)[:, None]
@@ -200,7 +205,7 @@ def absorbed(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def projected(inputs: Inputs, sizes: Sizes) -> tuple[Tensor, ...]:
-    """Query, key and value of every head, ``[length, 1, heads, ...]``, as MLA projects them."""
+    """Return query, key and value of every head, ``[length, 1, heads, ...]``, as MLA projects them."""
     # One projection for keys and values: [length, 1, heads, nope_dim + value_dim]
     up = torch.cat([inputs.up_key, inputs.up_value], dim=1).flatten(0, 1)
     key_nope, value = (
@@ -214,12 +219,12 @@ def projected(inputs: Inputs, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: Tensor | None = None) -> Step:
-    """Megatron's own functions, in the order of its ``DSAttention.forward``.
+    """Run Megatron's functions, in the order of its ``DSAttention.forward``.
 
     Args:
         inputs: see :class:`Inputs`.
         grad_out: gradient of the output.
-        sizes: of the problem.
+        sizes: problem sizes.
         topk_indices: selection to use instead of Megatron's own, ``[1, length, topk]`` int64.
     """
     from megatron.core.transformer.experimental_attention_variant import dsa
@@ -257,19 +262,20 @@ def require_same_results(sizes: Sizes, dtype: torch.dtype = torch.float32) -> fl
     """Run both sides on the same selection and compare their results.
 
     Args:
-        sizes: of the problem.
-        dtype: of the inputs. In bf16 results differ by the rounding of each side.
+        sizes: problem sizes.
+        dtype: inputs' dtype. In bf16, results differ by each side's rounding.
 
     Returns:
         The largest deviation of any result over its largest magnitude.
 
     Raises:
-        RuntimeError: it is above the dtype's bound.
+        RuntimeError: the deviation exceeds the dtype's bound.
     """
     bound = _BOUNDS[dtype]
     inputs, grad_out = make_inputs(sizes, dtype)
     ours = fused_step(inputs, grad_out, sizes)
-    # Megatron has no empty entries; its mask is assigned, not accumulated, so a row may list itself twice.
+    # Megatron has no empty entries: put the row's own key there. Its mask is assigned, not accumulated, so a
+    # key may repeat.
     own_row = torch.arange(sizes.length)[None, :, None]
     selection = torch.where(ours.topk_indices < 0, own_row, ours.topk_indices.long())
     theirs = megatron_step(inputs, grad_out, sizes, selection)

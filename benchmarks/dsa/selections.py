@@ -1,4 +1,4 @@
-"""Selections as an indexer makes them, drawn: how much neighbouring rows share is given."""
+"""Random selections like an indexer's, with a given overlap between neighbouring rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 1024
-"""Rows whose scores exist at a time."""
+"""Rows whose scores are in memory at a time."""
 _GRID = 513
 
 
@@ -22,23 +22,23 @@ def draw(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """Return the keys of the ``topk`` largest scores of each row, ``[1, rows, topk]``, int32, -1 for none.
+    """Return random top-k selections, ``[1, rows, topk]`` int32, -1 for empty entries.
 
-    A key's score is normal in every row, with the correlation to its score of the row before that leaves the
-    wanted fraction of the selection (an autoregressive process).
+    A key's scores are normal and follow an autoregressive process over the rows. Its correlation is set so
+    that neighbouring rows share the requested fraction of their keys.
 
     Args:
-        rows: of the sequence, and keys.
-        topk: keys of a row.
-        shared: fraction of a row's keys that the next row has, too; None for rows that are independent, which
-            share ``topk`` over the number of visible keys. Less than that is not possible.
-        full: all rows see all keys; else each those up to its own.
-        ascending: order of a row's keys; else the same keys in random order. What is -1 stands behind them.
-        device: where.
-        seed: of all numbers, with the one behind it.
+        rows: number of rows of the sequence, and of keys.
+        topk: keys per row.
+        shared: fraction of a row's keys that the next row also selects. None: independent rows, which share
+            ``topk`` over the number of visible keys; a smaller fraction is not possible.
+        full: whether all rows see all keys, instead of keys up to their own.
+        ascending: whether a row's keys ascend, instead of a random order. -1 comes last.
+        device: device of the result.
+        seed: seed of the scores; ``seed + 1`` is the seed of the random orders.
 
     Raises:
-        ValueError: ``shared`` is no fraction below 1, or there are fewer keys than are chosen.
+        ValueError: ``shared`` is not in [0, 1), or ``topk`` exceeds ``rows``.
     """
     if shared is not None and not 0 <= shared < 1:
         raise ValueError(f"rows cannot share {shared} of their keys: give a fraction from 0 to below 1")
@@ -51,7 +51,7 @@ def draw(
     visible = visible[:, None].to(device)
     keys = torch.arange(rows, device=device)
     previous = torch.randn(rows, generator=generator, device=device)
-    found = torch.empty(1, rows, topk, dtype=torch.int32, device=device)
+    indices = torch.empty(1, rows, topk, dtype=torch.int32, device=device)
     for start in range(0, rows, _ROWS):
         part = slice(start, start + _ROWS)
         seen = visible[part]
@@ -59,21 +59,21 @@ def draw(
         if shared is not None:
             for row, correlation in zip(scores, kept[part].tolist(), strict=True):
                 previous = row.add_(previous, alpha=correlation)
-            previous = previous.clone()  # what is hidden now is seen later
+            previous = previous.clone()  # later rows see keys that are hidden here
         scores.masked_fill_(keys >= seen, -math.inf)
-        chosen = scores.topk(topk, sorted=False).indices
-        order = chosen if ascending else torch.rand(chosen.shape, generator=orders, device=device)
-        chosen = chosen.gather(1, order.masked_fill(chosen >= seen, rows).argsort(1))
-        found[0, part] = chosen.masked_fill_(chosen >= seen, -1)
-    return found
+        selected = scores.topk(topk, sorted=False).indices
+        order = selected if ascending else torch.rand(selected.shape, generator=orders, device=device)
+        selected = selected.gather(1, order.masked_fill(selected >= seen, rows).argsort(1))
+        indices[0, part] = selected.masked_fill_(selected >= seen, -1)
+    return indices
 
 
 def shared_with(indices: Tensor, apart: int = 1) -> Tensor:
-    """Return the fraction of each row's keys that the row ``apart`` rows later has, too: ``[rows - apart]``.
+    """Return the fraction of each row's keys that the row ``apart`` rows later also has, ``[rows - apart]``.
 
     Args:
-        indices: ``[rows, topk]``, -1 for none; no key twice in a row, at least one in each.
-        apart: distance of the rows.
+        indices: selected keys ``[rows, topk]``, -1 for empty entries; unique in a row, at least one per row.
+        apart: distance between the rows.
     """
     one, other = indices[:-apart], indices[apart:]
     both = torch.cat([one, other.masked_fill(other < 0, -2)], 1).sort(1).values
@@ -82,24 +82,24 @@ def shared_with(indices: Tensor, apart: int = 1) -> Tensor:
 
 
 def _correlations(chosen: Tensor, shared: float | None) -> Tensor:
-    """Return the correlation of each row's scores with those of the row before, float64.
+    """Return the correlation of each row's scores with the row before, float64.
 
     Two normal numbers with correlation ``sin(u)``, each above the level ``z`` with probability ``p``, are
-    both above it with probability ``p**2`` and the integral of ``exp(-z**2 / (1 + sin(t))) / (2 pi)`` over
+    both above it with probability ``p**2`` plus the integral of ``exp(-z**2 / (1 + sin(t))) / (2 pi)`` over
     ``t`` from 0 to ``u`` (Plackett's identity).
 
     Args:
-        chosen: fraction of the visible keys that a row chooses, ``[rows]``; above 1 it chooses all.
-        shared: as :func:`draw` takes it.
+        chosen: fraction of the visible keys that a row selects, ``[rows]``; above 1 it selects all.
+        shared: see :func:`draw`.
     """
     if shared is None:
         return torch.zeros(len(chosen), dtype=torch.float64)
-    # Rows that choose all keys are the same ones with any correlation.
+    # Rows that select all keys share all of them at any correlation.
     levels = torch.linspace(float(chosen.min().clamp(max=0.99)), 0.99, _GRID, dtype=torch.float64)
     angles = torch.linspace(0, math.pi / 2, _GRID, dtype=torch.float64)
     squares = torch.special.ndtri(levels)[:, None] ** 2
     density = torch.exp(-squares / (1 + angles.sin())) / (2 * math.pi)
-    # It begins behind the first angle.
+    # The cumulative integral begins at the second angle.
     both = levels[:, None] ** 2 + torch.cumulative_trapezoid(density, angles, dim=1)
     at = torch.searchsorted(both, shared * levels[:, None]).squeeze(1) + (shared > levels)
     place = torch.searchsorted(levels, chosen.double().clamp(max=0.99))

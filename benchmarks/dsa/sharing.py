@@ -1,4 +1,4 @@
-"""Indexers of four layers of which one selects for all, beside four that all select: time and bytes."""
+"""Indexers of four layers that share one selection, compared with four that all select: time and bytes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _CLOCKS = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
 
 @dataclass
 class Spent:
-    """Time in the indexer during a step, wall-clock and of all threads."""
+    """Time in the indexer during a step: wall-clock, and CPU time of all threads."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_CLOCKS, 0.0))
 
     @contextmanager
     def more(self) -> Iterator[None]:
-        """Add what the block takes."""
+        """Add the block's time."""
         started = {kind: clock() for kind, clock in _CLOCKS.items()}
         yield
         for kind, clock in _CLOCKS.items():
@@ -50,9 +50,9 @@ class Layer:
     """Inputs of one layer, in Megatron's layout with a batch of 1, and the weights of its indexer.
 
     Args:
-        sizes: of the problem.
-        seed: of all numbers.
-        dtype: of inputs and weights.
+        sizes: problem sizes.
+        seed: random seed.
+        dtype: dtype of inputs and weights.
     """
 
     def __init__(self, sizes: Sizes, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -63,7 +63,7 @@ class Layer:
 
         self.sizes = sizes
         self.inputs, self.grad_out = make_inputs(sizes, dtype, seed)
-        # The indexer learns from its loss alone: what it reads is detached.
+        # Only the indexer's own loss trains it: its inputs are detached.
         self.hidden = normal(sizes.length, 1, sizes.hidden_dim) * sizes.hidden_dim**0.5
         self.latent_query = normal(sizes.length, 1, sizes.query_rank) * sizes.query_rank**0.5
         self.wq_b = normal(sizes.index_heads * sizes.index_dim, sizes.query_rank)
@@ -83,7 +83,7 @@ class Layer:
         return self.wq_b, self.wk, self.norm_weight, self.norm_bias, self.weights_proj
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and weights of the index heads, batch first, every scale included."""
+        """Return query, key and weights of the index heads, batch first, including all scales."""
         sizes = self.sizes
         query = F.linear(self.latent_query, self.wq_b).unflatten(-1, (sizes.index_heads, sizes.index_dim))
         key = F.linear(self.hidden, self.wk)
@@ -99,8 +99,8 @@ class Step:
     """Results of one forward and backward of all layers.
 
     Attributes:
-        results: by layer the output and the gradients of what its attention reads.
-        selection_bytes: of the selections that lived at the end of forward.
+        results: each layer's output, and the gradients of its attention's inputs.
+        selection_bytes: bytes of the selections alive at the end of forward.
         indexer: time in the indexers.
         whole: time of the step.
     """
@@ -115,8 +115,9 @@ def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
     """Run all layers forward, then all backward.
 
     Args:
-        layers: in order.
-        places: of these layers: some select, the others attend to the keys of the nearest one below.
+        layers: layers in order.
+        places: these layers' places in the sharing pattern. A layer that does not select attends to the keys
+            of the nearest selecting layer below.
     """
     indexer, whole, holder = Spent(), Spent(), Selections()
     with whole.more():
@@ -142,7 +143,7 @@ def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
                     loss = indexer_kl_loss(
                         *index,
                         query,
-                        key if operands.absorbed else key[:, :, 0],  # with the sum given it reads none
+                        key if operands.absorbed else key[:, :, 0],  # unread, given the attention sum
                         topk_indices,
                         sizes.softmax_scale,
                         topk_scores=topk_scores,
@@ -161,10 +162,10 @@ def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
 
 
 def four_places(sharing: Sharing) -> list[Place]:
-    """Return the places of the first four layers of which the lowest selects for the others, and no more.
+    """Return the places of the first group of exactly four layers that share the lowest one's selection.
 
     Raises:
-        ValueError: this model has none.
+        ValueError: the model has no such group.
     """
     for first in range(1, 2 * max(sharing.frequency, sharing.offset, LAYERS)):
         layers = range(first, first + LAYERS)
@@ -180,17 +181,17 @@ def own_places() -> list[Place]:
 
 
 def require_same_results(sizes: Sizes, places: Sequence[Place]) -> None:
-    """Compare layers that share with layers that select the same keys themselves, bit by bit.
+    """Check that sharing layers equal layers that select the same keys themselves, bit by bit.
 
     Args:
-        sizes: of the problem.
-        places: of layers that share.
+        sizes: problem sizes.
+        places: places of the sharing layers.
 
     Raises:
         RuntimeError: an output or a gradient differs.
     """
     layers = [Layer(sizes, seed) for seed in range(LAYERS)]
-    for layer in layers[1:]:  # one indexer on one input: they select the same keys
+    for layer in layers[1:]:  # with one indexer and one input all layers select the same keys
         for name in ("hidden", "latent_query", "wq_b", "wk", "norm_weight", "norm_bias", "weights_proj"):
             setattr(layer, name, getattr(layers[0], name))
     sides = step(layers, own_places()), step(layers, places)
@@ -200,7 +201,7 @@ def require_same_results(sizes: Sizes, places: Sequence[Place]) -> None:
 
 
 def planned_bytes(sizes: Sizes) -> int:
-    """Return the bytes that a plan counts for the selection of four layers that share one."""
+    """Return the bytes that a plan counts for one selection of four layers."""
     model = Model(
         layers=LAYERS,
         hidden=sizes.hidden_dim,
@@ -217,17 +218,17 @@ def planned_bytes(sizes: Sizes) -> int:
 
 
 def measure(sizes: Sizes, sharing: Sharing, rounds: int) -> Metrics:
-    """Both sides in turns in this process, medians over rounds.
+    """Time both sides in alternation in this process; return medians over rounds.
 
     Args:
-        sizes: of each layer.
-        sharing: which layers select.
-        rounds: steps of each side.
+        sizes: sizes of each layer.
+        sharing: pattern of selecting layers.
+        rounds: steps per side.
 
     Returns:
         ``indexer_time_ratio``: CPU time in the indexers, forward and backward, with sharing over without;
-        ``indexer_wall_ratio``, the same by the wall's clock; ``step_time_ratio``, CPU time of the whole step;
-        all times, ``selection_bytes`` of either side, and those that a plan counts where layers share.
+        ``indexer_wall_ratio``: the same in wall-clock time; ``step_time_ratio``: CPU time of the whole step;
+        all times; ``selection_bytes`` of both sides, and the planned bytes with sharing.
     """
     places = {EACH: own_places(), SHARED: four_places(sharing)}
     require_same_results(replace(sizes, length=192, topk=48), places[SHARED])

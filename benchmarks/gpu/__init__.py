@@ -1,9 +1,9 @@
-"""All that needs a GPU, in one go of at most eight minutes, and one report of it.
+"""All measurements that need a GPU, in one run of at most eight minutes with one report.
 
-Tests of the kernels on the device, ways of the selection and of the backward beside each other, the operators
-beside the model's bounds, whole training steps with and without fused DSA and other features, a trace,
-compute-sanitizer, and attention beside other projects'. Every part is a process of its own: one that fails,
-or leaves the device in a bad state, costs its own figures only.
+The parts are tests of the kernels on the device, variants of selection and backward, operators against the
+model's bounds, training steps with and without fused DSA and other features, a trace, compute-sanitizer, and
+attention of other projects. Every part is its own process: a part that fails, or leaves the device in a bad
+state, costs only its own figures.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ PARTS = {
     "sanitizer": 45,
     "rivals": 6,
 }
-"""Seconds that each has for certain. What others leave, or did not ask for, is added.
+"""Guaranteed seconds of each part. Time that other parts leave is added.
 
-Other projects' kernels come last: what they may do to the device costs none of our figures.
+Other projects' kernels come last: a device state that they break costs none of our figures.
 """
 LIMIT = 480
-"""Seconds of all together, the report included."""
+"""Seconds of all parts together, the report included."""
 _REPORT = 10
 
 
 def run(device: str, quick: bool = False, report: str | None = None, only: str | None = None) -> Metrics:
-    """All metrics of the case; ``failed`` names what went wrong, part by part.
+    """Return all metrics of the case; ``failed`` has the failures by part.
 
     Args:
-        device: where; without a GPU there is nothing to do.
+        device: device's name; without a GPU the case exits.
         quick: tiny problems and one test file.
         report: folder for ``report.md``, ``trace.json`` and the log of the tests; ``runs/gpu`` if None.
-        only: parts, with commas between them.
+        only: comma-separated parts.
     """
     started = time.monotonic()
     if why := why_no_gpu() if device != "cuda" else why_no_kernels():
@@ -58,17 +58,17 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
     folder = Path(report or "runs/gpu").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     left = LIMIT - _REPORT - (time.monotonic() - started)
-    found = parts.run("benchmarks.gpu.part", names, PARTS, folder, quick=quick, seconds=left)
-    found["slower_than_model"] = bounds.slower_than_model(found.get("operators", {}), _device_name())
-    found["failed"] = failures(found)
-    beside.draw(found.get("rivals", {}), folder / beside.PICTURE)
-    (folder / "report.md").write_text(words.report(found, _device_name()), encoding="utf-8")
+    metrics = parts.run("benchmarks.gpu.part", names, PARTS, folder, quick=quick, seconds=left)
+    metrics["slower_than_model"] = bounds.slower_than_model(metrics.get("operators", {}), _device_name())
+    metrics["failed"] = failures(metrics)
+    beside.draw(metrics.get("rivals", {}), folder / beside.PICTURE)
+    (folder / "report.md").write_text(words.report(metrics, _device_name()), encoding="utf-8")
     print(f"report: {folder / 'report.md'}", file=sys.stderr, flush=True)
-    return found
+    return metrics
 
 
 def why_no_gpu() -> str:
-    """A sentence for a machine on which torch sees no GPU."""
+    """Return the reason why torch sees no GPU."""
     import torch
 
     if torch.version.cuda is None:
@@ -83,7 +83,7 @@ def why_no_gpu() -> str:
 
 
 def why_no_kernels() -> str | None:
-    """A sentence for a machine on which Triton cannot build what launches its kernels, or None."""
+    """Return the reason why Triton cannot build its kernels' launcher, or None."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     if compiler is None:
         return "gpu: Triton compiles what launches its kernels, and there is no C compiler; install gcc"
@@ -98,7 +98,7 @@ def why_no_kernels() -> str | None:
 
 
 def failures(found: dict[str, Any]) -> dict[str, str]:
-    """By part, or by part and name within it: what went wrong."""
+    """Return failure messages by part, or by part and name within it."""
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     failed |= {f"parity, {test}": why for test, why in found.get("parity", {}).get("failures", {}).items()}
     if "refused" in found.get("sanitizer", {}):

@@ -1,4 +1,4 @@
-"""The attention's backward on Hopper by rows, beside tiles of keys that rows share."""
+"""Attention's backward on Hopper: by rows, and by tiles of keys that rows share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from benchmarks.registry import Metrics
 from benchmarks.released import MODELS
 
 DEVIATION = 5e-3
-"""Distance of gradients by norm above which nothing is timed: both round the same products to bf16, but add
-in other orders."""
+"""Relative distance of gradients by norm above which nothing is timed.
+
+Both variants round the same products to bf16, but add them in other orders.
+"""
 ROWS, TILES = "by rows", "by tiles"
 _SIZES = ((8192, 64), (8192, 128), (32768, 64))
 _SHARED = (None, 0.8)
-"""Part of a row's keys that the next one has, too; None for what chance gives."""
+"""Fraction of a row's keys that the next row also has; None for independent rows."""
 _ROUNDS = 7
 
 
 def problems(quick: bool = False) -> list[tuple[Sizes, float | None]]:
-    """Return sizes and shared parts, what matters first; with ``quick`` a small one."""
+    """Return sizes and shared fractions, the most important first; with ``quick`` a small one."""
     if quick:
         return [(Sizes(length=24, heads=2, topk=8), 0.8)]
     model = MODELS["deepseek-v3.2"]
@@ -38,22 +40,22 @@ def problems(quick: bool = False) -> list[tuple[Sizes, float | None]]:
 
 
 def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
-    """By problem and way the milliseconds of a backward, or ``refused``.
+    """Return the milliseconds of a backward by problem and variant, or ``refused``.
 
     Args:
         quick: a small problem.
-        tell: called with all figures so far after each problem.
-        device: where.
+        tell: callback that gets all figures so far, after each problem.
+        device: device to run on.
     """
     from mindspeed_dsa.ops.sparse_flash_attention import hopper
 
     takes_rows = hopper.takes_rows
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for sizes, shared in problems(quick):
         kind = "independent rows" if shared is None else f"neighbours share {shared}"
         problem = Problem(sizes, device, shared)
         backward, row = problem.ours["backward"], {}
-        found[f"S{sizes.length}, {sizes.heads} heads, {kind}"] = row
+        figures[f"S{sizes.length}, {sizes.heads} heads, {kind}"] = row
         for way, takes in ((TILES, lambda *_: False), (ROWS, takes_rows)):
             with mock.patch.object(hopper, "takes_rows", takes):
                 row[f"{way}, apart"] = problem.apart("backward", backward())
@@ -61,15 +63,15 @@ def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
                     row["refused"] = f"{way} differs by {row[f'{way}, apart']:.1e} from the operator's own"
                     break
                 row[way] = cuda.seconds(backward, _ROUNDS, backward) * 1e3
-        tell(found)
+        tell(figures)
         del problem, backward
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return found
+    return figures
 
 
 def words(found: Mapping[str, Any]) -> Iterator[str]:
-    """Section of the report; nothing if the part did not run.
+    """Yield the report's section; nothing if the part did not run.
 
     Args:
         found: metrics of the case ``gpu``.

@@ -13,7 +13,7 @@ from benchmarks.parts import table
 
 PICTURE = "rivals.png"
 _DRAWN = Cell(0, 0).selection
-"""The selection that is drawn."""
+"""Selection that the picture shows."""
 _HEAD = ("", "ms", "TFLOP/s", "of the matmul", "cold ms", "cold TFLOP/s", "from ours", "its time over ours")
 _PRESENT = "No other project's kernels were there: the figures are ours alone."
 
@@ -22,7 +22,7 @@ Row = tuple[str, str, str, Mapping[str, float]]
 
 
 def words(found: Mapping[str, Any]) -> Iterator[str]:
-    """Section of the report; nothing if the part did not run.
+    """Yield the report's section; nothing if the part did not run.
 
     Args:
         found: metrics of the case ``gpu``.
@@ -40,7 +40,7 @@ def words(found: Mapping[str, Any]) -> Iterator[str]:
     ours = {(cell, direction): row["ms"] for cell, direction, project, row in rows if project == OURS}
 
     def cells(cell: str, direction: str, project: str, row: Mapping[str, float]) -> tuple[Any, ...]:
-        own = ours.get((cell, direction))
+        our_ms = ours.get((cell, direction))
         return (
             f"{cell}: {direction}, {project}",
             row["ms"],
@@ -49,7 +49,7 @@ def words(found: Mapping[str, Any]) -> Iterator[str]:
             row["cold_ms"],
             f"{row['cold_tflops']:.0f}",
             "-" if project == OURS else f"{row['apart']:.1e}",
-            "-" if project == OURS or own is None else f"{row['ms'] / own:.2f}",
+            "-" if project == OURS or our_ms is None else f"{row['ms'] / our_ms:.2f}",
         )
 
     yield from table(_HEAD, (cells(*row) for row in rows))
@@ -65,8 +65,8 @@ def draw(found: Mapping[str, Any], path: Path) -> bool:
     """Draw TFLOP/s with warm caches over the number of rows, a panel for each direction and number of heads.
 
     Args:
-        found: what the part ``rivals`` found.
-        path: of the picture.
+        found: figures of the part ``rivals``.
+        path: picture's file.
 
     Returns:
         Whether there was something to draw.
@@ -114,7 +114,7 @@ def draw(found: Mapping[str, Any], path: Path) -> bool:
 
 
 def _split(part: Mapping[str, Any]) -> tuple[list[Row], dict[str, list[str]]]:
-    """Return the rows with figures, and where each sentence that stands for figures was found."""
+    """Return the rows with figures, and the cells of each note that replaces figures."""
     rows: list[Row] = []
     notes: dict[str, list[str]] = {}
     for cell, directions in part["cells"].items():

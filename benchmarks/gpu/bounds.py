@@ -1,4 +1,4 @@
-"""What the operators take on a GPU beside what the model of ``kernels-static`` allows."""
+"""Operators' times on a GPU against the bounds of the model of ``kernels-static``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from benchmarks.dsa.problem import Sizes
 from benchmarks.released import MODELS
 
 STATIC = Path(__file__).parents[1] / "results/kernels-static.json"
-# By operator and direction the kernels that do its products, as their names begin in the model's table, after
-# the GPU that a kernel is for alone, and whose operations each does; "rest" is what the others leave.
+# Kernels that do the products of an operator and direction, to the operations that each one does. A key is
+# the beginning of the kernel's name in the model's table, without the prefix of GPU-specific kernels. "rest"
+# is the remainder.
 _KERNELS = {
     ("sparse_flash_attention", "forward"): {"forward_kernel, {heads} heads": "rest"},
     ("sparse_flash_attention", "backward"): {"backward, {heads} heads": "rest"},
@@ -28,14 +29,14 @@ _KERNELS = {
 
 
 def slower_than_model(operators: Mapping[str, Any], device: str) -> dict[str, Any] | str:
-    """Per problem, operator and direction ``ms``, ``model_ms`` and their ratio ``times``; the largest first.
+    """Return ``ms``, ``model_ms`` and their ratio ``times`` by operator, largest ratio first.
 
     Args:
-        operators: of :func:`benchmarks.dsa.cuda.run`.
-        device: the GPU's name.
+        operators: figures of :func:`benchmarks.dsa.cuda.run`.
+        device: GPU's name.
 
     Returns:
-        The table, or why there is none.
+        The table, or the reason why there is none.
     """
     from benchmarks.kernels import model
 
@@ -52,13 +53,13 @@ def slower_than_model(operators: Mapping[str, Any], device: str) -> dict[str, An
 def _rows(
     operators: Mapping[str, Any], fractions: Mapping[str, float], peak: float
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    for problem, found in operators.items():
+    for problem, figures_of in operators.items():
         sizes = re.fullmatch(r"S(\d+)_H(\d+)", problem)
-        if sizes is None or isinstance(found, str):
+        if sizes is None or isinstance(figures_of, str):
             continue
         length, heads = map(int, sizes.groups())
         for (operator, direction), seconds in model_seconds(length, heads, fractions, peak).items():
-            ms, model_ms = found[operator][direction]["ms"], seconds * 1e3
+            ms, model_ms = figures_of[operator][direction]["ms"], seconds * 1e3
             figures = {"ms": ms, "model_ms": model_ms, "times": ms / model_ms}
             yield f"{problem} {operator} {direction}", figures
 
@@ -66,16 +67,17 @@ def _rows(
 def model_seconds(
     length: int, heads: int, fractions: Mapping[str, float], peak: float
 ) -> dict[tuple[str, str], float]:
-    """By operator and direction: the model's bound for the kernels that do its products.
+    """Return the model's time bound in seconds, by operator and direction.
 
     Args:
-        length: rows, and keys.
-        heads: of the main attention.
-        fractions: of ``peak`` by kernel; an operator with a kernel that is not in it is left out.
-        peak: bf16 operations a second.
+        length: number of rows, and of keys.
+        heads: heads of the main attention.
+        fractions: dict from kernel to its fraction of ``peak``; operators with an unlisted kernel are left
+            out.
+        peak: bf16 operations per second.
     """
     flops = needed_flops(Sizes.of(MODELS["deepseek-v3.2"], length=length, heads=heads))
-    found = {}
+    bounds = {}
     for (operator, direction), kernels in _KERNELS.items():
         rest, seconds = flops[operator][direction], 0.0
         for start, part in kernels.items():
@@ -87,5 +89,5 @@ def model_seconds(
             rest -= work
             seconds += work / fraction / peak
         else:
-            found[operator, direction] = seconds
-    return found
+            bounds[operator, direction] = seconds
+    return bounds

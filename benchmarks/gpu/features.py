@@ -1,4 +1,4 @@
-"""Features with a way of their own on a GPU, on its streams: a few steps without and with each."""
+"""Features with GPU-specific code or streams: a few steps with and without the feature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = """
 """
 _FUSED = "--use-fused-dsa"
 _SHARDED = "--use-fused-dsa --use-distributed-optimizer"
-# Operators in plain PyTorch stand for stock where it lacks something.
+# Plain PyTorch operators replace stock Megatron where it lacks a function.
 _PLAIN = "--dsa-backend chunked"
 
 
@@ -27,10 +27,10 @@ class Case:
     """Two jobs that must train alike.
 
     Attributes:
-        on: flags of the feature.
+        on: feature's flags.
         off: flags of both jobs.
         instead: flags of the job without the feature only.
-        bounds: relative ones for each step's figures; empty: the same bits, those of the weights included.
+        bounds: relative bounds of each step's figures; empty: bitwise equality, weights included.
     """
 
     on: str
@@ -66,7 +66,7 @@ CASES = {
 }
 QUICK = ("fused-dsa",)
 COMPILED = {"compile-regions": Case("--compile-regions", bounds=BF16)}
-"""Cases that compile, and so cannot be compared where compilation is off."""
+"""Cases that compile; they cannot be compared where compilation is off."""
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 
@@ -76,34 +76,30 @@ def run(
     model: str | None = None,
     cases: Mapping[str, Case] | None = None,
 ) -> dict[str, Any]:
-    """By case: both jobs' memory and the ratio of their steps; ``refused`` says what is wrong.
+    """Return both jobs' memory and their step time ratio by case; ``refused`` is a failure's reason.
 
     Args:
-        quick: one of them, on a tiny model.
-        tell: called with what is found so far.
-        model: flags of the model, instead of a GPU's.
-        cases: instead of a GPU's.
+        quick: one case, on a tiny model.
+        tell: callback that gets the figures so far.
+        model: model's flags; default: :data:`MODEL`, or a tiny one if ``quick``.
+        cases: cases to run; default: :data:`CASES`, or :data:`QUICK` if ``quick``.
     """
     if model is None:
         model = f"{TINY} --bf16" if quick else MODEL
     if cases is None:
         cases = {name: CASES[name] for name in (QUICK if quick else CASES)}
     train = cache(partial(measure, deterministic=True))
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, case in cases.items():
-        # In one spelling, so that jobs of several cases run once.
+        # Normalize the spelling, so that cases with the same job run it once.
         off, on = (" ".join(f"{model} {case.off} {flags}".split()) for flags in (case.instead, case.on))
-        found[name] = compared(train(off), train(on), case)
-        tell(found)
-    return found
+        figures[name] = compared(train(off), train(on), case)
+        tell(figures)
+    return figures
 
 
 def compared(off: dict[str, Any] | str, on: dict[str, Any] | str, case: Case) -> dict[str, Any]:
-    """What is reported of both jobs, or why they cannot be compared.
-
-    A feature that changes neither memory nor the operators that are called, nor the stream of any work, has
-    done nothing.
-    """
+    """Return the comparison of both jobs, or the reason why they cannot be compared."""
     for what, figures in (("without it", off), ("with it", on)):
         if isinstance(figures, str):
             return {"refused": f"{what}: {figures}"}
@@ -111,16 +107,17 @@ def compared(off: dict[str, Any] | str, on: dict[str, Any] | str, case: Case) ->
     assert isinstance(on, dict)
     seen = [name for name in _FIGURES if all(each is not None for each in (*off[name], *on[name]))]
     distance = {name: apart(on[name], off[name]) for name in seen}
-    found: dict[str, Any] = {"apart": distance, "step_ratio": on["step_ms"] / off["step_ms"]}
+    comparison: dict[str, Any] = {"apart": distance, "step_ratio": on["step_ms"] / off["step_ms"]}
     memory = [name for name in ("peak_mib", "rest_mib") if name in off]
-    found |= {name: {"off": off[name], "on": on[name]} for name in memory}
+    comparison |= {name: {"off": off[name], "on": on[name]} for name in memory}
+    # A feature that changes neither memory nor operator calls nor the stream of any work has done nothing.
     if all(on[name] == off[name] for name in ("calls", "started", *memory)):
-        return {**found, "refused": "memory and operators are as without it: it did nothing"}
+        return {**comparison, "refused": "memory and operators are as without it: it did nothing"}
     if case.bounds:
         for name in seen:
             if not distance[name] <= case.bounds[name]:
                 refused = f"{name} is {distance[name]:.1e} from that without it, not {case.bounds[name]:.0e}"
-                return {**found, "refused": refused}
+                return {**comparison, "refused": refused}
     elif any(on[name] != off[name] for name in (*_FIGURES, "weights")):
-        return {**found, "refused": f"it trains otherwise than without: {distance}"}
-    return found
+        return {**comparison, "refused": f"it trains otherwise than without: {distance}"}
+    return comparison

@@ -1,7 +1,7 @@
-"""A few steps of the example's model on one rank, on tokens drawn at random, for what they tell.
+"""A few steps of the example's model on one rank, on random tokens, with their measurements.
 
-Any number of jobs runs in one process, one after the other. Text would need Megatron's indexed data sets, and
-a compiler for them.
+Any number of jobs runs in one process, one after the other. Text would require Megatron's indexed data sets,
+which need a compiler.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 _EXAMPLES = str(Path(__file__).parents[2] / "examples")
 VOCABULARY = 1024
-# Nothing is written, and steps are alike.
+# Write no files, and keep all steps alike.
 _TRAINING = "--lr-warmup-iters 0 --lr-decay-style constant --no-tensorboard --no-plot"
 WARM_UP = 2
-"""Steps in which kernels are compiled and memory is asked for."""
+"""Steps that compile kernels and allocate memory."""
 _SHOWN = 25
 
 
@@ -35,14 +35,14 @@ def train(
     deterministic: bool = False,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> dict[str, Any]:
-    """Losses of each step, milliseconds of the steps behind the warm-up, device memory, operators called.
+    """Train; return each step's losses, the median milliseconds of a step, device memory and operator calls.
 
     Args:
-        flags: of ``pretrain_dsa.py``, those of features included.
-        steps: number of steps; times are those behind :data:`WARM_UP`, where there are any.
-        trace: file for a trace of one more step, whose kernels are in the result, too.
-        deterministic: sums in a fixed order, and a digest of the weights.
-        prepare: called with the model's chunks before they have an optimizer.
+        flags: flags of ``pretrain_dsa.py`` and of features.
+        steps: number of steps; times are of the steps after :data:`WARM_UP`, if there are any.
+        trace: file for a trace of one more step; its kernels are added to the result.
+        deterministic: whether to add in a fixed order and return a digest of the weights.
+        prepare: function called with the model's chunks before the optimizer is built.
     """
     if _EXAMPLES not in sys.path:
         sys.path.insert(0, _EXAMPLES)
@@ -55,12 +55,12 @@ def train(
         return _train(argv, steps, trace, deterministic, prepare)
     finally:
         mindspeed_dsa.disable()
-        # Megatron sizes it for the process's first model.
+        # Megatron sizes the tracker for the process's first model.
         from megatron.core.transformer.moe import moe_utils
 
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
         gc.collect()
-        if torch.cuda.is_available():  # which asks for NPUs, too, once that platform is prepared
+        if torch.cuda.is_available():  # true on NPUs, too, once that platform is prepared
             torch.cuda.empty_cache()
 
 
@@ -92,7 +92,7 @@ def _train(
     has_memory = platform.name != "cpu"
     level = 0
     if has_memory:
-        # What jobs before this one have left does not count.
+        # Memory that earlier jobs have left does not count.
         level = platform.memory().current
         platform.reset_peak_memory()
     with _order_of_sums(deterministic), distributed.model_parallel(args), _counted_starts() as starts:
@@ -104,30 +104,30 @@ def _train(
         stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
         stream = [_batches(args, length) for _ in model]
         records = [_step(stepper, number, stream) for number in range(steps)]
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             name: [record[name] for record in records] for name in ("lm_loss", "indexer_loss", "grad_norm")
         }
         timed = records[WARM_UP:] or records
-        found["step_ms"] = statistics.median(record["seconds"] for record in timed) * 1e3
-        found["tokens_per_s"] = args.global_batch_size * length / found["step_ms"] * 1e3
-        found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
-        found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
-        found["started"] = len(starts)
+        figures["step_ms"] = statistics.median(record["seconds"] for record in timed) * 1e3
+        figures["tokens_per_s"] = args.global_batch_size * length / figures["step_ms"] * 1e3
+        figures["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
+        figures["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
+        figures["started"] = len(starts)
         if has_memory:
             memory = platform.memory()
-            found["peak_mib"] = (memory.peak - level) / 2**20
-            found["rest_mib"] = (memory.current - level) / 2**20
+            figures["peak_mib"] = (memory.peak - level) / 2**20
+            figures["rest_mib"] = (memory.current - level) / 2**20
         if deterministic:
-            found["weights"] = _digest(model)
+            figures["weights"] = _digest(model)
         if trace is not None:
-            found["kernels"] = _traced(lambda: _step(stepper, steps, stream), trace)
+            figures["kernels"] = _traced(lambda: _step(stepper, steps, stream), trace)
         stepper.release()
-    return found
+    return figures
 
 
 @contextlib.contextmanager
 def _counted_starts() -> Iterator[list[None]]:
-    """Have one entry for each start of work on the second stream."""
+    """Yield a list that grows by one entry for each start of work on the second stream."""
     from mindspeed_dsa.megatron import second_stream
 
     start, starts = second_stream.start, []  # type: Any, list[None]
@@ -154,7 +154,7 @@ def _order_of_sums(fixed: bool) -> Iterator[None]:
 
 
 def _batches(args: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """One batch over and over, so that the loss falls if the gradients are right."""
+    """Yield one batch over and over, so that the loss falls if the gradients are right."""
     shape = (args.micro_batch_size, length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=generator)
@@ -185,16 +185,16 @@ def _step(stepper: Any, number: int, stream: list[Iterator[Any]]) -> dict[str, A
 
 
 def _digest(model: Sequence[Any]) -> str:
-    """SHA-256 over all weights."""
-    found = hashlib.sha256()
+    """Return the SHA-256 digest of all weights."""
+    digest = hashlib.sha256()
     for chunk in model:
         for parameter in chunk.parameters():
-            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _traced(step: Any, file: Path) -> dict[str, Any]:
-    """The step's kernels by name, longest first: milliseconds and launches; the trace is for Perfetto."""
+    """Trace a step for Perfetto; return milliseconds and launches of its kernels, longest first."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
