@@ -1,4 +1,4 @@
-"""Packages that a case needs and this Python lacks, in one message; imports none of them."""
+"""Packages that a case needs and this Python lacks, found without importing them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NPU = {
     "packaging": "packaging",
     "wrapt": "wrapt",
 }
-"""By module what the case ``npu`` needs, for which nothing is installed."""
+"""Distributions that the case ``npu`` needs, by module; the case installs nothing."""
 
 
 def absent(modules: Mapping[str, str]) -> list[str]:
-    """Return the distributions of modules that are not there."""
+    """Return the distributions of missing modules."""
     return [name for module, name in modules.items() if not _there(module)]
 
 
 def refusal_of_npu() -> str | None:
-    """Return why the case ``npu`` cannot run in this environment, and what to install; None where it can.
+    """Return why the case ``npu`` cannot run in this environment, and what to install; None if it can.
 
-    torch and torch_npu are never to be replaced: they have to go with CANN.
+    torch and torch_npu are never replaced: they must match CANN.
     """
     missing = absent(NPU)
     if not missing:
@@ -47,5 +47,5 @@ def refusal_of_npu() -> str | None:
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it
+    except ModuleNotFoundError:  # the parent package is missing
         return False

@@ -1,7 +1,7 @@
-"""Seconds that saves take from the example job in bf16, with each feature that owns optimizer state.
+"""Seconds that saves of the example job in bf16 take, with each feature that owns optimizer state.
 
-The job makes two steps and then saves its state again and again, in turns: without checksums and manifest,
-with them, and beside training. It has one process: none gathers state of others before it is written.
+The job makes two steps and then saves its state repeatedly, in alternation: without checksums and manifest,
+with them, and during training. Its only process gathers no state from other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FEATURES = {
 
 
 def run_all(quick: bool) -> dict[str, Metrics]:
-    """Return the metrics of the job by feature."""
+    """Return the job's metrics by feature."""
     if _EXAMPLES not in sys.path:
         sys.path.insert(0, _EXAMPLES)
     with tempfile.TemporaryDirectory(prefix="job-checkpoints-") as folder:
@@ -59,14 +59,14 @@ def _of(folder: Path, flags: tuple[str, ...], quick: bool) -> Metrics:
         from dsa_job.tokenizers import build_tokenizer
         from dsa_job.validation import World, check, padded_vocab_size
 
-        args, world, found = parse_args(argv), World.from_environment(), {}  # type: Any, Any, dict[str, Any]
+        args, world, metrics = parse_args(argv), World.from_environment(), {}  # type: Any, Any, dict[str, Any]
         check(args, world)
         app.enable_features(args)
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(None).vocab_size)
         training.train(
-            args, on_end=lambda stepper: found.update(_measured(args, folder, stepper, 1 if quick else 5))
+            args, on_end=lambda stepper: metrics.update(_measured(args, folder, stepper, 1 if quick else 5))
         )
-        return found
+        return metrics
     finally:
         mindspeed_dsa.disable()
         gc.collect()
@@ -74,7 +74,7 @@ def _of(folder: Path, flags: tuple[str, ...], quick: bool) -> Metrics:
 
 def _measured(args: Any, folder: Path, stepper: Any, times: int) -> dict[str, Any]:
     saves = _Saves(args, folder / "saves", stepper)
-    saves.at_once()  # files' pages
+    saves.at_once()  # warmup: files' pages
     rounds = []
     for _ in range(times):
         with _without_manifest():
@@ -92,10 +92,10 @@ def _measured(args: Any, folder: Path, stepper: Any, times: int) -> dict[str, An
 
 
 class _Saves:
-    """Saves of the state of a job whose training has ended.
+    """Saves of a job's state after its training.
 
     Attributes:
-        size: bytes of the last.
+        size: bytes of the latest save.
     """
 
     def __init__(self, args: Any, folder: Path, stepper: Any) -> None:
@@ -105,12 +105,12 @@ class _Saves:
         self.queue: Any = AsyncCallsQueue()
 
     def at_once(self, verify: bool = False) -> Spent:
-        """Save, and wait until it is named."""
+        """Save, and wait until the tracker names the checkpoint."""
         with self._removed(), mock.patch.object(self.args, "verify_checkpoint", verify):
             return spent(lambda: self._request().execute_sync())
 
     def beside(self) -> float:
-        """Save in another process; return the seconds in which training waits."""
+        """Save in another process; return the seconds that training waits."""
         with self._removed():
             blocked = spent(lambda: self.queue.schedule_async_request(self._request())).wall
             process = self.queue.async_calls[-1].async_caller.process
@@ -139,6 +139,6 @@ class _Saves:
 
 @contextlib.contextmanager
 def _without_manifest() -> Iterator[None]:
-    """Have the job's saves make no checksums and no manifest."""
+    """Let the job's saves write neither checksums nor a manifest."""
     with mock.patch.object(manifest, "sums", return_value={}), mock.patch.object(manifest, "write"):
         yield

@@ -1,4 +1,4 @@
-"""Jobs of several processes, each a rank, that answer with one JSON object on the first rank's output."""
+"""Jobs of several ranks, one process each, that print one JSON object on the first rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def figures(
     variables: Callable[[int], Mapping[str, str]] = lambda rank: {},
     telling: Sequence[str] = (),
 ) -> dict[str, Any] | str:
-    """Return the last line of the first rank, or the last line that a rank has to say.
+    """Return the first rank's last line, or the last line of a rank that failed.
 
     Args:
-        module: run with ``python -m``.
-        words: its arguments.
+        module: module to run with ``python -m``.
+        words: command line arguments.
         ranks: number of processes.
-        seconds: until all are ended.
-        variables: more of each rank's environment.
-        telling: parts of complaints that come before all others.
+        seconds: time limit of all ranks.
+        variables: function from a rank to additional environment variables.
+        telling: parts of error messages that take precedence over others.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Output projection and loss in chunks of tokens, beside Megatron's, which make whole logits."""
+"""Output projection and loss in chunks of tokens, compared with Megatron's, which form all logits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mindspeed_dsa.ops.linear_cross_entropy import linear_cross_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVIATION = {"fp32": 2e-5, "bf16": 2e-2}
-"""Largest distance from the formula in fp64, as a share of the norm."""
+"""Largest distance from the formula in fp64, relative to the norm."""
 CLOCKS: dict[str, Callable[[], float]] = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
 GRADIENTS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the problem."""
+    """Problem sizes."""
 
     tokens: int = 4096
     vocabulary: int = 129_280
@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of the loss; every fourth token counts for nothing."""
+    """Inputs of the loss; every fourth token is masked."""
 
     hidden: Tensor
     weight: Tensor
@@ -46,7 +46,7 @@ class Problem:
 
     @classmethod
     def of(cls, sizes: Sizes, dtype: torch.dtype, device: str) -> Problem:
-        """Draw the inputs."""
+        """Draw random inputs."""
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator)
         weight = torch.randn(sizes.vocabulary, sizes.hidden, generator=generator) * 0.05
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of both gradients, which whoever asks for them has to hold."""
+        """Bytes of both gradients, which the caller holds in any case."""
         return sum(each.numel() * each.element_size() for each in (self.hidden, self.weight))
 
 
@@ -70,7 +70,7 @@ Losses = Callable[[Problem], Tensor]
 
 
 def stock(problem: Problem) -> Tensor:
-    """Return Megatron's losses ``[tokens]``: of its linear layer and its vocabulary parallel loss."""
+    """Return losses ``[tokens]`` of Megatron's linear layer and vocabulary parallel loss."""
     from megatron.core.tensor_parallel import layers, vocab_parallel_cross_entropy
 
     logits = layers.linear_with_grad_accumulation_and_async_allreduce(
@@ -87,7 +87,7 @@ def exact(problem: Problem) -> Tensor:
 
 
 def ours(gradient: Any) -> Losses:
-    """Return the function of our losses."""
+    """Return a function for this library's losses."""
 
     def losses(problem: Problem) -> Tensor:
         return linear_cross_entropy(
@@ -102,7 +102,7 @@ def ours(gradient: Any) -> Losses:
 
 
 def step(losses: Losses, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Run forward and backward of the mean over the tokens that count: the losses and both gradients."""
+    """Run forward and backward of the mean over unmasked tokens; return losses and both gradients."""
     loss = losses(problem)
     mean = (loss * problem.mask).sum() / problem.mask.sum()
     grad_hidden, grad_weight = torch.autograd.grad(mean, (problem.hidden, problem.weight))
@@ -110,20 +110,20 @@ def step(losses: Losses, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
-        device: where.
-        quick: a problem too small to say anything.
+        device: device to run on.
+        quick: a problem too small for meaningful figures.
     """
     import mindspeed_dsa
 
     sizes = Sizes(tokens=512, vocabulary=2048, hidden=32) if quick else Sizes()
     with mindspeed_dsa.enabled(), _one_rank():
-        found = {
+        metrics = {
             name: _measured(sizes, name, dtype, device, 2 if quick else 5) for name, dtype in DTYPES.items()
         }
-    by_metric = {name: {dtype: each[name] for dtype, each in found.items()} for name in found["fp32"]}
+    by_metric = {name: {dtype: each[name] for dtype, each in metrics.items()} for name in metrics["fp32"]}
     return {**by_metric, "tokens": sizes.tokens, "vocabulary": sizes.vocabulary, "hidden": sizes.hidden}
 
 
@@ -144,23 +144,23 @@ def _measured(sizes: Sizes, name: str, dtype: torch.dtype, device: str, rounds: 
                 taken[side][clock].append(read() - before[clock])
     beside = {side: held[side] - problem.result_bytes for side in sides}
     return {
-        "loss_memory_ratio": {each: beside[each] / beside["stock"] for each in GRADIENTS},
-        "loss_memory_ratio_with_gradients": {each: held[each] / held["stock"] for each in GRADIENTS},
-        "loss_time_ratio": {each: _ratio(taken, each, "seconds") for each in GRADIENTS},
-        "loss_cpu_time_ratio": {each: _ratio(taken, each, "cpu_seconds") for each in GRADIENTS},
+        "loss_memory_ratio": {mode: beside[mode] / beside["stock"] for mode in GRADIENTS},
+        "loss_memory_ratio_with_gradients": {mode: held[mode] / held["stock"] for mode in GRADIENTS},
+        "loss_time_ratio": {mode: _ratio(taken, mode, "seconds") for mode in GRADIENTS},
+        "loss_cpu_time_ratio": {mode: _ratio(taken, mode, "cpu_seconds") for mode in GRADIENTS},
         "peak_mib": {side: bytes_ / 2**20 for side, bytes_ in held.items()},
         "seconds": {side: statistics.median(times["seconds"]) for side, times in taken.items()},
     }
 
 
 def _ratio(taken: dict[str, dict[str, list[float]]], side: str, clock: str) -> float:
-    """Return the median of a side's times over those of stock in the same turn."""
+    """Return the median ratio of a side's times to stock's times in the same turn."""
     pairs: Sequence[tuple[float, float]] = list(zip(taken[side][clock], taken["stock"][clock], strict=True))
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def _require_same(name: str, problem: Problem, sides: dict[str, Losses]) -> None:
-    """Raise unless every side has the losses and gradients of the formula."""
+    """Raise unless every side has the formula's losses and gradients."""
     expected = step(exact, problem)
     for side, losses in sides.items():
         for what, one, other in zip(

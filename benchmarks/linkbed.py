@@ -1,15 +1,15 @@
 """Ranks on one machine connected by slow links, to measure the overlap of communication and computation.
 
 Over loopback a transfer costs only processor time, so there is nothing to hide. Here each rank is a process
-in a separate network namespace, on a separate processor core, and the namespaces are connected by virtual
-links with a rate limit: a transfer takes time and hardly any computation::
+in a separate network namespace, on a separate processor core. Virtual links with a rate limit connect the
+namespaces: a transfer takes time and hardly any computation::
 
     with LinkBed(ranks=2, rate="2gbit") as bed:
         results = bed.run("benchmarks.tp_overlap.rank:measure", sizes=...)
 
-runs ``measure(sizes=...)`` on both ranks, with a gloo process group over the link, and returns what they
-return. Without a rate the ranks talk over loopback, otherwise unchanged. Needs Linux, root and iproute2
-(``ip``, ``tc``).
+This runs ``measure(sizes=...)`` on both ranks, with a gloo process group over the link, and returns the
+results by rank. Without a rate the ranks talk over loopback, otherwise unchanged. Needs Linux, root and
+iproute2 (``ip``, ``tc``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from typing import Any
 
 _BURST, _LATENCY = "256k", "400ms"
 _WINDOW = 2**25
-"""Bytes on the way between two hosts; the system's own limit is far smaller at first, and grows only as fast
-as a receiver reads, which one that computes does late."""
+"""Bytes in flight between two hosts.
+
+The system's own limit starts far smaller and grows only as fast as the receiver reads, which is late while it
+computes.
+"""
 _NETWORK = "10.231.0"
 _PREFIX = "linkbed"
 _DEVICE = "slow0"
@@ -46,16 +49,16 @@ class LinkBed:
 
     Args:
         ranks: number of processes, 2 to 8.
-        rate: of each link in each direction, as ``tc`` reads it (``2gbit``, ``400mbit``); ``None`` for
+        rate: rate of each link in each direction, in ``tc`` notation (``2gbit``, ``400mbit``); ``None`` for
             loopback.
-        cores: a processor core for each rank; default: those that this process may use, one each. Ranks may
-        share a core, but their times then say nothing about overlap.
-        wide: let as much be on the way as the link can carry while a receiver computes, as hosts of a cluster
-        do; the system's own setting suits short messages.
+        cores: processor core of each rank; default: the cores available to this process, one each. Ranks may
+            share a core, but their times then say nothing about overlap.
+        wide: whether links carry a full window while the receiver computes, as between hosts of a cluster;
+            the system's own setting suits short messages.
 
     Raises:
         LinkBedError: invalid ranks or rate, or fewer cores than ranks and none named; on entering: not root,
-        no iproute2, or a kernel without support.
+            no iproute2, or a kernel without support.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class LinkBed:
         self._cleanup.close()
 
     def _build(self) -> None:
-        """Two ranks share one link; more ranks have one link each to a bridge. Limited at both ends."""
+        """Connect two ranks by one link, more ranks by one link each to a bridge; limit both ends."""
         spaces = [self._space(rank) for rank in range(self.ranks)]
         for space in spaces:
             self._add_namespace(space)
@@ -144,10 +147,10 @@ class LinkBed:
         """Call ``function(**arguments)`` on every rank and return the results by rank.
 
         Args:
-            function: ``"package.module:name"``; in it a gloo process group over the links exists, torch uses
-                one thread, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
+            function: path ``"package.module:name"``. It runs with a gloo process group over the links, one
+                torch thread, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` set.
             timeout_s: seconds until the ranks are terminated.
-            **arguments: the same for all ranks; they and the results are pickled.
+            **arguments: keyword arguments, the same for all ranks; they and the results are pickled.
 
         Raises:
             LinkBedError: a rank failed, with the end of its log, or took too long.
@@ -204,7 +207,7 @@ def require_tools() -> None:
     """Check that this process can build links.
 
     Raises:
-        LinkBedError: it cannot; the message names what is missing.
+        LinkBedError: it cannot; the message names the missing requirement.
     """
     if not sys.platform.startswith("linux"):
         raise LinkBedError(f"link bed: network namespaces are Linux's, this is {sys.platform}")
@@ -215,7 +218,7 @@ def require_tools() -> None:
 
 
 def _remove_leftovers() -> None:
-    """Namespaces of link beds whose process was killed."""
+    """Delete namespaces of link beds whose process was killed."""
     for line in _run("ip", "netns", "list").splitlines():
         found = re.match(rf"({_PREFIX}(\d+)-\w+)\b", line)
         if found and not Path(f"/proc/{found[2]}").exists():
@@ -237,7 +240,7 @@ def _run(*words: str, check: bool = True) -> str:
 
 
 def _rank(folder: Path) -> None:
-    """Main function of a rank's process."""
+    """Run the task in a rank's process."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.sched_setaffinity(0, {int(os.environ["LINKBED_CORE"])})  # before threads start
     import torch

@@ -1,4 +1,4 @@
-"""Sizes of models, and settings of Megatron's: no dropout, no fusion that needs a GPU, SwiGLU, RMSNorm."""
+"""Model sizes and Megatron settings: no dropout, no fusion that needs a GPU, SwiGLU, RMSNorm."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ModelSizes:
 
 
 def deterministic_layers(**sizes: Any) -> dict[str, Any]:
-    """Return keyword arguments of a ``TransformerConfig``, or of one derived from it.
+    """Return keyword arguments of a ``TransformerConfig`` or of a class derived from it.
 
     Args:
-        **sizes: what a case sets beside them; they win.
+        **sizes: a case's additional arguments; they override the others.
     """
     return {
         "normalization": "RMSNorm",
@@ -49,7 +49,7 @@ def latent_layers(**sizes: Any) -> dict[str, Any]:
 
 
 def global_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return a chunk's parameters by the names that they have in a model on one rank."""
+    """Return a chunk's parameters by their names in a model on one rank."""
     offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     named = {}
     for name, parameter in model.named_parameters():

@@ -1,9 +1,9 @@
 """Counts the changes of the one-liner in foreign modules when no feature is on.
 
-Run as a script in a fresh process: everything that torch, Megatron-core and their dependencies bind is
-recorded by identity before and after, independently of the engine. Prints two numbers: foreign attributes
-changed, and patch sites of the platform. Where the platform needs redirections (a machine without an
-accelerator), bindings that hold one of the platform's objects are counted by the second.
+Run as a script in a fresh process, independently of the engine: it records by identity every binding in
+torch, Megatron-core and their dependencies before and after. It prints two numbers: changed foreign
+attributes, and patch sites of the platform. On a machine without an accelerator the platform needs
+redirections; bindings to its objects count as its sites.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-# The interpreter's own counters, which any module lookup changes.
+# Counters of the interpreter, which any module lookup changes.
 _INTERPRETER = ("_frozen_importlib", "_frozen_importlib_external")
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module or a class that binds names; held, so that its ``id`` stays unique."""
+    """Module or class that binds names; held, so that its ``id`` stays unique."""
 
     name: str
     thing: Any
 
     def bindings(self) -> dict[str, Any]:
-        """Its current bindings."""
+        """Return its current bindings."""
         if isinstance(self.thing, type):
             return dict(self.thing.__dict__)
         return dict(ModuleType.__getattribute__(self.thing, "__dict__"))
 
 
 def main() -> None:
-    """Snapshot, import the one-liner, snapshot, compare."""
+    """Snapshot, import the one-liner, snapshot again, and compare."""
     sys.argv = ["train.py"]
     for name in ("torch", "megatron.core.models.gpt"):
         import_module(name)
@@ -52,32 +52,33 @@ def main() -> None:
 
 
 def owners() -> list[Owner]:
-    """All foreign modules, and all classes that they bind."""
-    found: dict[int, Owner] = {}
+    """Return all foreign modules, and all classes that they bind."""
+    by_id: dict[int, Owner] = {}
     for name, module in tuple(sys.modules.items()):
         if issubclass(type(module), ModuleType) and name not in _INTERPRETER:
-            found.setdefault(id(module), Owner(name, module))
+            by_id.setdefault(id(module), Owner(name, module))
             for value in Owner(name, module).bindings().values():
                 if issubclass(type(value), type) and str(value.__module__) not in _INTERPRETER:
-                    found.setdefault(id(value), Owner(f"{value.__module__}.{value.__qualname__}", value))
-    return [owner for owner in found.values() if owner.name.partition(".")[0] != "mindspeed_dsa"]
+                    by_id.setdefault(id(value), Owner(f"{value.__module__}.{value.__qualname__}", value))
+    return [owner for owner in by_id.values() if owner.name.partition(".")[0] != "mindspeed_dsa"]
 
 
 def changes(
     owner: Owner, old: dict[str, Any], places: set[tuple[int, str]], objects: dict[int, Any]
 ) -> Iterator[str]:
-    """Attributes bound to other objects than before, excluding the platform's.
+    """Yield attributes bound to other objects than before, without the platform's.
 
     Args:
         owner: module or class.
-        old: its bindings before.
+        old: owner's bindings before.
         places: ``(id of the owner, name)`` of the platform's targets.
-        objects: functions and classes of the platform, by ``id``; other modules may bind names to them.
+        objects: dict from ``id`` to a function or class of the platform; other modules may bind names to
+            them.
     """
     new = owner.bindings()
     for name in {**old, **new}:
         was, now = old.get(name, _ABSENT), new.get(name, _ABSENT)
-        # A module that was imported meanwhile becomes an attribute of its package.
+        # A module imported meanwhile becomes an attribute of its package.
         imported = was is _ABSENT and isinstance(now, ModuleType)
         ours = (id(owner.thing), name) in places or id(now) in objects
         if was is not now and not ours and not imported:
@@ -85,7 +86,7 @@ def changes(
 
 
 def platform_sites() -> tuple[set[tuple[int, str]], dict[int, Any], int]:
-    """Places and objects of the platform's own patches, for :func:`changes`, and the number of its sites."""
+    """Return places and objects of the platform's patches, and the number of its sites."""
     from mindspeed_dsa import session
 
     running = session.current()

@@ -1,6 +1,6 @@
-"""Cases made of parts, each a process of its own, and what their reports share.
+"""Cases made of parts, one process each, and helpers for their reports.
 
-A part that fails, or leaves the device in a bad state, costs its own figures only.
+A part that fails, or leaves the device in a bad state, costs only its own figures.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 Tell = Callable[[Any], None]
 Part = Callable[[Path, bool, float, Tell], Any]
-"""Folder for files, whether to be quick, the seconds that there are, and what to call with figures so far."""
+"""Function of a folder for files, ``quick``, the seconds available, and a callback for figures so far."""
 
 
 def chosen(case: str, parts: Mapping[str, int], only: str | None) -> list[str]:
-    """The parts that are wanted.
+    """Return the requested parts.
 
     Args:
-        case: its name.
-        parts: all there are.
-        only: names with commas between; all of them if None.
+        case: case's name.
+        parts: all parts.
+        only: comma-separated names; all parts if None.
 
     Raises:
-        SystemExit: there is no such part.
+        SystemExit: unknown part.
     """
     names = list(parts) if only is None else only.split(",")
     if unknown := set(names) - set(parts):
@@ -47,30 +47,30 @@ def run(
     seconds: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run the parts and return what each found.
+    """Run the parts and return each part's figures.
 
     Args:
-        module: run with ``python -m``; calls :func:`serve`.
-        names: of the parts, in order.
-        parts: seconds that each has for certain. What others leave, or did not ask for, is added.
-        folder: for the parts' answers, logs and files; must exist.
+        module: module to run with ``python -m``; it calls :func:`serve`.
+        names: names of the parts, in order.
+        parts: guaranteed seconds of each part. Time that other parts leave is added.
+        folder: existing folder for the parts' answers, logs and files.
         quick: tiny problems.
-        seconds: that all of them may take.
-        environment: of the processes, added to this one's.
+        seconds: time limit of all parts together.
+        environment: additional environment variables of the processes.
     """
     started = time.monotonic()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for number, name in enumerate(names):
         later = sum(parts[other] for other in names[number + 1 :])
         left = max(int(seconds - (time.monotonic() - started) - later), 1)
-        found[name] = _part(module, name, folder, quick, left, environment or {})
-    return found
+        figures[name] = _part(module, name, folder, quick, left, environment or {})
+    return figures
 
 
 def _part(
     module: str, name: str, folder: Path, quick: bool, seconds: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run a part: what it found, the ``seconds`` that it took, and an ``error`` if there is not more."""
+    """Run a part; return its figures, the ``seconds`` that it took, and an ``error`` if it ended early."""
     print(f"{name}: at most {seconds} s", file=sys.stderr, flush=True)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", module, name, str(folder), str(int(quick)), str(seconds)]
@@ -94,23 +94,23 @@ def _part(
             if done.returncode:
                 last = [line for line in messages.read_text(encoding="utf-8").splitlines() if line.strip()]
                 error = f"it exited with {done.returncode}: {''.join(last[-1:])}"
-    # Each line holds all that was found until then; the last one may be cut short.
+    # Each line holds all figures so far; the last one may be cut short.
     lines = [line for line in answers.read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    figures: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     if error:
-        found["error"] = error
-    return {**found, "seconds": round(time.monotonic() - started, 1)}
+        figures["error"] = error
+    return {**figures, "seconds": round(time.monotonic() - started, 1)}
 
 
 def serve(parts: Mapping[str, Part], prepare: Callable[[], None] = lambda: None) -> None:
     """Run one part: ``python -m MODULE NAME FOLDER QUICK SECONDS``.
 
-    Each line of its output is one JSON object, of all that was found until then. What else is printed, by
-    libraries too, goes to the log.
+    Each line of its output is one JSON object with all figures so far. All other prints, including those from
+    libraries, go to the log.
 
     Args:
-        parts: by name.
-        prepare: called first.
+        parts: parts by name.
+        prepare: function called first.
     """
     name, folder, quick, seconds = sys.argv[1:]
     sys.stdout.flush()
@@ -125,12 +125,12 @@ def serve(parts: Mapping[str, Part], prepare: Callable[[], None] = lambda: None)
 
 
 def rows_of(found: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Return what a part found, without its own seconds and error."""
+    """Return a part's figures, without its own seconds and error."""
     return {name: row for name, row in found.get(part, {}).items() if isinstance(row, dict)}
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
-    """Lines of a Markdown table, numbers on the right."""
+    """Yield lines of a Markdown table, numbers on the right."""
     yield f"| {' | '.join(head)} |"
     yield f"| {' | '.join(['---'] + ['---:'] * (len(head) - 1))} |"
     for row in rows:

@@ -1,4 +1,4 @@
-"""Overhead of the patch engine: per call, at arming, checking and verification, with all features off."""
+"""Overhead of the patch engine: per call, and at arming, checking and verification; with all features off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ assert "torch" not in sys.modules, "importing mindspeed_dsa loaded torch"
 
 
 def run(device: str) -> Metrics:
-    """All metrics of the case; ``device`` does not matter."""
+    """Return all metrics of the case; ``device`` does not matter."""
     del device
     return {
         "call_ratio": call_ratio(calls=100_000, rounds=31),
@@ -44,13 +44,11 @@ def run(device: str) -> Metrics:
 
 
 def call_ratio(calls: int, rounds: int) -> float:
-    """Time per call of a patched function over that of the same closure written by hand.
-
-    Medians of interleaved rounds, so that both see the same state of the machine.
+    """Return the time per call of a patched function over the same closure written by hand.
 
     Args:
-        calls: per round.
-        rounds: of each of the two.
+        calls: calls per round.
+        rounds: rounds of each function.
     """
     with stub_packages.on_disk(modules=1, sites=1) as stubs:
         stubs.load()
@@ -63,6 +61,7 @@ def call_ratio(calls: int, rounds: int) -> float:
         manager.arm()
         functions = {"closure": closure, "patched": target.mask}
         timers = {name: timeit.Timer("f(x)", globals={"f": f, "x": ()}) for name, f in functions.items()}
+        # Interleave the rounds, so that both functions see the same state of the machine.
         seconds: dict[str, list[float]] = {name: [] for name in timers}
         for _ in range(rounds):
             for name, timer in timers.items():
@@ -72,12 +71,12 @@ def call_ratio(calls: int, rounds: int) -> float:
 
 
 def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
-    """Milliseconds to plan, arm and apply; to check; and to finalize, medians of several rounds.
+    """Return milliseconds to plan, arm and apply; to check; and to finalize; medians of several rounds.
 
     Args:
-        modules: stub modules of 50 names each, all imported.
-        sites: patch sites among them, fingerprints known.
-        rounds: each plans again and undoes.
+        modules: number of stub modules, of 50 names each, all imported.
+        sites: number of patch sites among them, with known fingerprints.
+        rounds: number of rounds; each plans again and undoes.
     """
     taken: dict[str, list[float]] = {"arm_200_ms": [], "check_200_ms": [], "finalize_200_ms": []}
     with stub_packages.on_disk(modules, sites) as stubs:
@@ -87,7 +86,7 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
             arming = _ms(lambda m=manager: m.plan(stubs.claims))
             taken["check_200_ms"].append(_ms(manager.check))
             taken["arm_200_ms"].append(arming + _ms(manager.arm))
-            # Including the search that only doctor does: the most expensive form.
+            # Include the search that only doctor does: the most expensive form.
             taken["finalize_200_ms"].append(_ms(partial(manager.finalize, thorough=True)))
             _require_all_applied(manager)
             manager.undo()
@@ -95,7 +94,7 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
 
 
 def _static_check(stubs: stub_packages.Stubs) -> StaticCheck:
-    """A check that has read no source yet, and knows the fingerprints of all targets."""
+    """Return a checker that has read no source yet, and knows the fingerprints of all targets."""
     root = stub_packages.PACKAGE
     recorder = Checker(SourceTree.installed(), root=root, original_root=root)
     known = {c.patch.label: {"1.0": recorder.inspect(c.patch).fingerprint} for c in stubs.claims}
@@ -103,7 +102,7 @@ def _static_check(stubs: stub_packages.Stubs) -> StaticCheck:
 
 
 def _require_all_applied(manager: PatchManager) -> None:
-    """Check that the patches are in place."""
+    """Raise unless the patches are in place."""
     reports = manager.report()
     wrong = [site.target for site in reports if site.state != "applied" or site.notes]
     held = sum(bool(site.stale) for site in reports)
@@ -114,12 +113,12 @@ def _require_all_applied(manager: PatchManager) -> None:
 
 
 def import_ms(rounds: int) -> float:
-    """Milliseconds to import ``mindspeed_dsa`` and all its public names; median of fresh processes."""
+    """Return milliseconds to import ``mindspeed_dsa`` and all its public names; median of fresh processes."""
     return statistics.median(float(_in_fresh_process("-c", _IMPORT)) for _ in range(rounds))
 
 
 def changed_when_off() -> Metrics:
-    """``patched_when_off`` and ``platform_sites``, see :mod:`benchmarks.off_snapshot`."""
+    """Return ``patched_when_off`` and ``platform_sites``, see :mod:`benchmarks.off_snapshot`."""
     script = Path(__file__).with_name("off_snapshot.py")
     changed, platform_sites = _in_fresh_process("-W", "ignore", str(script)).split()[-2:]
     return {"patched_when_off": int(changed), "platform_sites": int(platform_sites)}
@@ -135,18 +134,16 @@ def _in_fresh_process(*arguments: str) -> str:
 
 
 def _environment(root: str) -> dict[str, str]:
-    """The environment, with this checkout importable and without our switches."""
+    """Return the environment, with this checkout importable and without our switches."""
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MINDSPEED_DSA_")}
     return {**clean, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _ms(function: Callable[[], object]) -> float:
-    """Milliseconds of one call, without the collector, as timeit does it.
-
-    The time of a full collection depends on everything that the process holds: the syntax trees of one check
-    may be collected in the next step, or not at all.
-    """
+    """Return milliseconds of one call without garbage collection, as timeit does."""
+    # A full collection takes as long as the process has objects: it may collect syntax trees of an earlier
+    # check.
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The one list of benchmark cases."""
+"""List of all benchmark cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Union
 from benchmarks.installed import refusal_of_npu
 
 Metrics = Mapping[str, Union[float, int, str, "Metrics"]]
-"""Plain numbers, a sentence instead of a missing number, or nested tables of these."""
+"""Plain numbers, a sentence in place of a missing number, or nested tables of these."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,14 @@ class Case:
     """One benchmark.
 
     Attributes:
-        name: as on the command line.
+        name: name on the command line.
         summary: one line.
-        module: where its ``run(device) -> Metrics`` is; imported when the case is run.
+        module: module with ``run(device) -> Metrics``; imported when the case is run.
         on_device: whether it computes on a device, so that ``--device auto`` searches for one.
         has_quick: whether ``run`` takes ``quick``, for a run in seconds with meaningless figures.
         options: additional keywords of ``run``, each with its help on the command line.
-        refusal: why it cannot run in this environment, asked before anything of it is imported.
+        refusal: function that returns why the case cannot run in this environment, or None; called before the
+            module is imported.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Case:
     refusal: Callable[[], str | None] = lambda: None
 
     def run(self, device: str, quick: bool = False, **options: str) -> Metrics:
-        """Measure."""
+        """Run the case and return its metrics."""
         function: Callable[..., Metrics] = import_module(self.module).run
         return function(device, **({"quick": True} if quick else {}), **options)
 

@@ -1,4 +1,4 @@
-"""Sizes of released models with DSA, as far as what attends, selects and is measured depends on them."""
+"""Sizes of released models with DSA that attention, selection and measurements depend on."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.tools.planner.configs import KNOWN
 
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
-"""Sizes that all of them have: of the latent key-value, of rotary parts, of an index head."""
+"""Widths that all of them share: latent key-value, rotary parts, an index head."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """One layer's sizes, and the layers that select.
+    """One layer's sizes, and the pattern of selecting layers.
 
     Attributes:
-        nope: dimensions of a head without position.
-        value: dimensions of a head's value.
-        query_rank: dimensions of the latent query.
+        nope: width of a head's part without position.
+        value: width of a head's value.
+        query_rank: width of the latent query.
     """
 
     heads: int

@@ -1,4 +1,4 @@
-"""Selections of keys: what FP8 costs and how many are the same, and what recording takes."""
+"""Selections of keys: cost of FP8 and its agreement with bf16, and cost of recording."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
 
 _EXAMPLES = str(Path(__file__).parents[1] / "examples")
 _FACTORS = {"fp8": True, "fp8-plain": False}
-"""Precisions by the names of ``--dsa-indexer-precision``, and whether factors are powers of two."""
+"""Precisions by name in ``--dsa-indexer-precision``: whether their factors are powers of two."""
 _ROUNDS = 7
 _TRAINED = 200
-"""Steps after which keys are compared."""
+"""Steps of the training; keys are compared at its begin and at its end."""
 _COMPARED = 5
-"""Steps of which keys are compared, at the begin and at the end."""
+"""Number of steps whose keys are compared, at the begin and at the end."""
 _LAYERS = 3
 _MODEL = (
     f"--bf16 --num-layers {_LAYERS} --seq-length 512 --micro-batch-size 4 --global-batch-size 4 "
@@ -45,12 +45,12 @@ _MODEL = (
 
 
 def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
-        device: where keys are selected; the model trains on a CPU.
+        device: device that selects keys; the model trains on a CPU.
         quick: tiny problems.
-        only: names of parts, with commas between; all by default.
+        only: comma-separated names of parts; default: all.
     """
     names = list(PARTS) if only is None else only.split(",")
     if unknown := set(names) - set(PARTS):
@@ -65,7 +65,7 @@ def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
 
 
 def fp8(device: str, quick: bool) -> Metrics:
-    """Time of selections in FP8 over those in bf16, by models' indexers; reported, without a bound."""
+    """Return time of selections in FP8 over bf16, by models' indexers; reported, without a bound."""
     rows, lengths = (16, (128,)) if quick else (256, (4096, 16384))
     return {
         "fp8_over_bf16": {
@@ -76,7 +76,7 @@ def fp8(device: str, quick: bool) -> Metrics:
 
 
 def _ratios(model: Any, device: str, rows: int, length: int) -> Metrics:
-    """Select for the last rows of a sequence, in turns; ratios of CPU time, or of time on another device."""
+    """Select for the last rows of a sequence, in alternation; return ratios of CPU or device time."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -89,20 +89,20 @@ def _ratios(model: Any, device: str, rows: int, length: int) -> Metrics:
     )
     topk = min(model.topk, length // 4)
     ends = torch.arange(length - rows + 1, length + 1, device=device)
-    found: dict[str, Tensor] = {}
+    found_keys: dict[str, Tensor] = {}
 
     def full() -> None:
-        found["full"] = lightning_indexer(*index, topk, ends=ends).topk_indices
+        found_keys["full"] = lightning_indexer(*index, topk, ends=ends).topk_indices
 
     def quantised(name: str) -> Callable[[], None]:
         def select() -> None:
-            found[name] = quantised_indexer(*index, topk, ends=ends, powers_of_two=_FACTORS[name])
+            found_keys[name] = quantised_indexer(*index, topk, ends=ends, powers_of_two=_FACTORS[name])
 
         return select
 
     def with_scores() -> None:
         quantised("fp8")()
-        selected_scores(*index, found["fp8"])
+        selected_scores(*index, found_keys["fp8"])
 
     ways = {"full": full, "fp8": quantised("fp8"), "fp8-plain": quantised("fp8-plain")}
     ways["fp8 with the loss's scores"] = with_scores
@@ -110,12 +110,12 @@ def _ratios(model: Any, device: str, rows: int, length: int) -> Metrics:
     for _ in range(_ROUNDS + 1):
         for name, select in ways.items():
             times[name].append(_seconds(select, device))
-    shares = [float(same_keys(found["full"], found[name], length).mean()) for name in _FACTORS]
+    shares = [float(same_keys(found_keys["full"], found_keys[name], length).mean()) for name in _FACTORS]
     if min(shares) < 0.9:
         return {
             "failed": f"selections in FP8 have {min(shares):.1%} of their keys in common with those in bf16"
         }
-    # The first round is the one that measures how to multiply, or compiles.
+    # Drop the first round: it compiles, or measures how to multiply.
     of_full = times["full"][1:]
     ratios = {
         name: round(statistics.median(one / other for one, other in zip(of_way[1:], of_full, strict=True)), 3)
@@ -139,12 +139,12 @@ def _seconds(work: Callable[[], None], device: str) -> float:
 
 
 def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
-    """Return the share of a row's keys that the other selection has, too: ``[..., rows]``, NaN without keys.
+    """Return the share of a row's keys that the other selection also has, ``[..., rows]``, NaN without keys.
 
     Args:
-        one: ``[..., rows, topk]`` positions, -1 for none.
-        other: likewise.
-        keys: that there are.
+        one: key positions ``[..., rows, topk]``, -1 for empty entries.
+        other: key positions of the other selection, likewise.
+        keys: number of keys.
     """
     masks = [
         torch.zeros(*x.shape[:-1], keys + 1, dtype=torch.bool, device=x.device).scatter_(
@@ -159,7 +159,7 @@ def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
 
 
 def agreement(device: str, quick: bool) -> Metrics:
-    """Share of keys that bf16 and FP8 select alike, untrained and at the end of a training on real text.
+    """Return the share of keys that bf16 and FP8 select alike, before and after training on real text.
 
     Rows that see no more than ``topk`` keys are left out. The model trains on the keys that bf16 selects.
     """
@@ -194,7 +194,7 @@ def agreement(device: str, quick: bool) -> Metrics:
 
 
 def _train(argv: list[str]) -> list[dict[str, float]]:
-    """Train the example's model; shares of the same keys, in the order in which layers selected."""
+    """Train the example's model; return shares of the same keys, in the order in which layers selected."""
     if _EXAMPLES not in sys.path:
         sys.path.insert(0, _EXAMPLES)
     import mindspeed_dsa
@@ -214,7 +214,7 @@ def _train(argv: list[str]) -> list[dict[str, float]]:
 
 @contextmanager
 def _compared(steps: int) -> Iterator[list[dict[str, float]]]:
-    """Compare the selections of the first and the last steps, one of each layer in each step."""
+    """Compare the selections of the first and the last steps, one for each layer in each step."""
     from mindspeed_dsa.features.dsa import sparse_attention
 
     select, shares = sparse_attention.select_keys, []
@@ -252,10 +252,10 @@ class _Layer(NamedTuple):
 
 
 def recording(device: str, quick: bool) -> Metrics:
-    """Bytes of a recording over an int32 for each key, and time of a layer's attention with it over without.
+    """Return bytes of a recording over int32 keys, and attention's time with recording over without.
 
-    Forward and backward with the indexer loss, in turns. Of a whole step, with projections and experts,
-    recording is a smaller part, and with more heads than these of the attention, too.
+    The time is of forward and backward with the indexer loss, in alternation. Recording is a smaller part of
+    a whole step with projections and experts, and of attention with more heads than these.
     """
     rows, topk, rounds = (160, 32, 1) if quick else (4096, 1024, 5)
     layer = _layer(rows, device, 2 if quick else 16)
@@ -272,12 +272,12 @@ def recording(device: str, quick: bool) -> Metrics:
         recorder.close()
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
         begin = time.perf_counter()
-        found = Recording.open(Path(folder)).array(1, 0)
+        recorded = Recording.open(Path(folder)).array(1, 0)
         reading = time.perf_counter() - begin
-    if found.shape != (rows, 1, topk) or not (found[-1] >= 0).all():
-        return {"failed": f"a recording of {rows} rows came back as {found.shape}"}
+    if recorded.shape != (rows, 1, topk) or not (recorded[-1] >= 0).all():
+        return {"failed": f"a recording of {rows} rows came back as {recorded.shape}"}
     return {
-        "bytes_over_int32": round(written / (rounds * found.nbytes), 4),
+        "bytes_over_int32": round(written / (rounds * recorded.nbytes), 4),
         "recording_step_ratio": round(min(times["recording"]) / min(times["without"]), 4),
         "step_s": round(min(times["without"]), 3),
         "reading_a_layer_s": round(reading, 3),
@@ -285,7 +285,7 @@ def recording(device: str, quick: bool) -> Metrics:
 
 
 def _layer(rows: int, device: str, heads: int) -> _Layer:
-    """Make operands of DeepSeek-V3.2's widths."""
+    """Build operands of DeepSeek-V3.2's widths."""
     torch.manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:

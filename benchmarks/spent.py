@@ -1,4 +1,4 @@
-"""Time that work takes: on the clock, and of processors, which other work on the machine does not change."""
+"""Time that work takes: wall-clock time, and CPU time, which other load on the machine does not change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Spent(NamedTuple):
     """Seconds.
 
     Attributes:
-        wall: on the clock.
-        cpu: of processors, in this process and in those that it has forked and waited for.
+        wall: wall-clock time.
+        cpu: CPU time of this process, and of child processes that it has waited for.
     """
 
     wall: float
@@ -21,7 +21,7 @@ class Spent(NamedTuple):
 
 
 def spent(do: Callable[[], Any]) -> Spent:
-    """Return how long something takes."""
+    """Return the time that a call takes."""
     started, used = time.perf_counter(), _used()
     do()
     return Spent(time.perf_counter() - started, _used() - used)

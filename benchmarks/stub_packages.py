@@ -15,7 +15,7 @@ from mindspeed_dsa.patches import Claim, Patch
 
 PACKAGE = "benchmark_stubs"
 IMPLEMENTATION = f"{PACKAGE}_impl"
-_NAMES = 50  # per module
+_NAMES = 50  # names per module
 _OWN = 5  # names that the template below defines
 _IMPORTED = 3
 _HOLDERS = 10  # modules whose tables, defaults and closures keep an original
@@ -79,7 +79,7 @@ _HOLDING = (
     "def use(query, key, function=score): return function(query, key)",
     "USE = (lambda function: lambda: function)(score)",
 )
-# The kinds of sites, in turn: target below the module, kind, implementation, parameters relied on.
+# Kinds of sites, in turn: target below the module, kind, implementation, parameters relied on.
 _SITES = (
     ("scale", "wrap", "through", ("query", "key")),
     ("Layer.forward", "wrap", "through", ("hidden_states",)),
@@ -92,7 +92,7 @@ _SITES = (
 
 @dataclass(frozen=True)
 class Stubs:
-    """The packages that :func:`on_disk` wrote."""
+    """Packages written by :func:`on_disk`."""
 
     folder: Path
     modules: list[str]
@@ -109,10 +109,10 @@ def on_disk(modules: int, sites: int) -> Iterator[Stubs]:
     """Write the stubs to a temporary folder and put it on the path.
 
     Args:
-        modules: how many modules of 50 names.
-        sites: how many of them, spread evenly, have a patch site. Of each of the first ten, a table,
-            a default argument or a closure of another module keeps the original, so that a search
-            for stale references has something to find; those sites only report.
+        modules: number of modules, of 50 names each.
+        sites: number of modules with a patch site, spread evenly. For each of the first ten, a table, a
+            default argument or a closure of another module keeps the original, so that a search for stale
+            references has results; those sites only report.
     """
     folder = Path(tempfile.mkdtemp(prefix="mindspeed_dsa-benchmark-"))
     sys.path.insert(0, str(folder))

@@ -33,13 +33,13 @@ TINY = """
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how far both sides may be apart, relatively.
+    """Model of a comparison, with relative bounds on the difference of both sides.
 
-    Few heads of an indexer give many scores of exactly zero, and both sides choose others of them.
+    An indexer with few heads gives many scores of exactly zero, and both sides select different ones of them.
 
     Attributes:
-        flags: of the example.
-        bounds: of each step's figures, by their names.
+        flags: flags of the example.
+        bounds: bound of each of a step's figures, by name.
     """
 
     flags: str
@@ -69,69 +69,70 @@ def run(
     tell: Callable[[Any], None] = lambda found: None,
     shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, Any]:
-    """By shape: each side's figures, or why it has none, and how they compare.
+    """Return each side's figures, or its error, and their comparison, by shape.
 
     Args:
-        folder: for ``trace.json``, of the last shape's step with fused DSA; ``kernels`` are in its figures.
-            None for no trace.
+        folder: folder for ``trace.json`` of the last shape's fused step, whose figures get ``kernels``. None
+            for no trace.
         quick: a tiny model only.
-        tell: called with what is found so far.
-        shapes: instead of a GPU's.
+        tell: callback that gets the figures so far.
+        shapes: shapes to run; default: :data:`SHAPES`, or :data:`QUICK` if ``quick``.
     """
     if shapes is None:
         shapes = QUICK if quick else SHAPES
-    found: dict[str, Any] = {}
-    # Fused steps first: they are what is wanted where the time runs out.
+    figures: dict[str, Any] = {}
+    # Run fused steps first: they matter most if the time runs out.
     for name, shape in shapes.items():
         last = name == list(shapes)[-1]
         trace = folder / "trace.json" if last and folder is not None else None
-        found[name] = {"stock": _LATER, "fused": measure(f"--use-fused-dsa {shape.flags}", trace)}
-        if isinstance(found[name]["fused"], str):
-            found[name] = compared(found[name], shape)
-        tell(found)
+        figures[name] = {"stock": _LATER, "fused": measure(f"--use-fused-dsa {shape.flags}", trace)}
+        if isinstance(figures[name]["fused"], str):
+            figures[name] = compared(figures[name], shape)
+        tell(figures)
     for name, shape in shapes.items():
-        sides = {"stock": measure(f"--no-use-fused-dsa {shape.flags}"), "fused": found[name]["fused"]}
-        found[name] = compared(sides, shape)
-        tell(found)
-    return found
+        sides = {"stock": measure(f"--no-use-fused-dsa {shape.flags}"), "fused": figures[name]["fused"]}
+        figures[name] = compared(sides, shape)
+        tell(figures)
+    return figures
 
 
 def compared(sides: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """Both sides and the ratios; ``refused`` says what is wrong, and then there are no ratios.
+    """Return both sides and their ratios, or ``refused`` with the reason.
 
-    Stock does not fit where it forms all pairs of rows and keys; that is a figure, not a failure.
+    Stock runs out of memory where it forms all pairs of rows and keys; that is a figure, not a failure.
     """
     stock, fused = sides["stock"], sides["fused"]
-    found: dict[str, Any] = dict(sides)
+    comparison: dict[str, Any] = dict(sides)
     if isinstance(fused, str):
-        return {**found, "refused": f"fused DSA: {fused}"}
+        return {**comparison, "refused": f"fused DSA: {fused}"}
     if isinstance(stock, str):
-        return found if is_out_of_memory(stock) else {**found, "refused": f"stock: {stock}"}
-    found["apart"] = {name: apart(fused[name], stock[name]) for name in shape.bounds}
+        return comparison if is_out_of_memory(stock) else {**comparison, "refused": f"stock: {stock}"}
+    comparison["apart"] = {name: apart(fused[name], stock[name]) for name in shape.bounds}
     for name, bound in shape.bounds.items():
-        if not found["apart"][name] <= bound:
-            refused = f"{name} of fused DSA is {found['apart'][name]:.1e} from stock's, not {bound:.0e}"
-            return {**found, "refused": refused}
-    found["speedup"] = stock["step_ms"] / fused["step_ms"]
+        if not comparison["apart"][name] <= bound:
+            refused = f"{name} of fused DSA is {comparison['apart'][name]:.1e} from stock's, not {bound:.0e}"
+            return {**comparison, "refused": refused}
+    comparison["speedup"] = stock["step_ms"] / fused["step_ms"]
     if "peak_mib" in stock:
-        found["peak_ratio"] = stock["peak_mib"] / fused["peak_mib"]
-    return found
+        comparison["peak_ratio"] = stock["peak_mib"] / fused["peak_mib"]
+    return comparison
 
 
 def measure(flags: str, trace: Path | None = None, deterministic: bool = False) -> dict[str, Any] | str:
-    """Figures of :func:`benchmarks.gpu.job.train`, or the error that ended it."""
+    """Return the figures of :func:`benchmarks.gpu.job.train`, or its error."""
     try:
         return job.train(flags.split(), STEPS, trace, deterministic)
-    except Exception as error:  # the figures of the others are worth as much without these
+    except Exception as error:  # figures of other shapes are valid without these
         return f"{type(error).__name__}: {error}"[:300]
 
 
 def is_out_of_memory(message: str) -> bool:
-    """Whether a device has no memory left, by the error's type or, of other accelerators, its words."""
+    """Return whether an error message says that a device has no memory left."""
+    # CUDA's error has its own type; other accelerators say it in words only.
     return "OutOfMemory" in message or "out of memory" in message
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two series; NaN if there is one."""
+    """Return the largest relative difference of two series, NaN if any difference is NaN."""
     differences = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
     return max(differences, key=lambda each: (each != each, each))

@@ -1,4 +1,4 @@
-"""The tests of the Triton kernels, on the device: ``TRITON_INTERPRET=0``, with all cores compiling."""
+"""Tests of the Triton kernels on the device (``TRITON_INTERPRET=0``), compiling on all cores."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _FILES = (
     *("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py"),
     "tests/ops/test_dense_attention.py",
 )
-# Compile ahead of time, or pretend that there are GPUs: they need none.
+# These compile ahead of time, or pretend that there are GPUs: they need none.
 _WITHOUT = ("test_triton_compile.py", "test_triton_launch.py")
 _QUICK = ("test_triton_moe_permute.py",)
-# Each holds half a GiB of the GPU.
+# Each process holds half a GiB of the GPU.
 _MOST_PROCESSES = 24
-# A tenth of the time, kept to collect what has been found when it is up.
+# Fraction of the time that is kept to collect results after an interrupt.
 _GRACE = 0.1
 
 
 def files(quick: bool = False) -> list[str]:
-    """Test files, relative to the repository."""
-    found = sorted(path for pattern in _FILES for path in ROOT.glob(pattern))
+    """Return the test files, relative to the repository."""
+    paths = sorted(path for pattern in _FILES for path in ROOT.glob(pattern))
     return [
         str(path.relative_to(ROOT))
-        for path in found
+        for path in paths
         if (path.name in _QUICK if quick else path.name not in _WITHOUT)
     ]
 
 
 def run(folder: Path, quick: bool, seconds: float) -> dict[str, Any]:
-    """Numbers of tests by outcome, and of each failure the first line of its message.
+    """Run the tests; return counts by outcome, and the first line of each failure's message.
 
     Args:
-        folder: for pytest's output, ``tests.log``, and its record of each test.
+        folder: folder for pytest's output ``tests.log`` and its record of each test.
         quick: one file.
-        seconds: that it may take; ``error`` says if tests have not run by then.
+        seconds: time limit; ``error`` says if it ended the tests.
     """
     record = folder / "tests.xml"
     record.unlink(missing_ok=True)
@@ -56,25 +56,27 @@ def run(folder: Path, quick: bool, seconds: float) -> dict[str, Any]:
         try:
             code = tests.wait(seconds * (1 - _GRACE))
         except subprocess.TimeoutExpired:
-            tests.send_signal(signal.SIGINT)  # pytest still writes down what it has
+            tests.send_signal(signal.SIGINT)  # pytest then still writes its record
             try:
                 tests.wait(seconds * _GRACE / 2)
             except subprocess.TimeoutExpired:
                 tests.kill()
             code = None
-    found = outcomes(record.read_text(encoding="utf-8")) if record.exists() else {"passed": 0, "failures": {}}
+    results = (
+        outcomes(record.read_text(encoding="utf-8")) if record.exists() else {"passed": 0, "failures": {}}
+    )
     if code is None:
-        found["error"] = f"not all tests had run after {seconds * (1 - _GRACE):.0f} s; see {log.name}"
-    elif code > 1 or not found["passed"]:
-        found["error"] = f"pytest exited with {code} and {found['passed']} tests passed; see {log.name}"
-    return found
+        results["error"] = f"not all tests had run after {seconds * (1 - _GRACE):.0f} s; see {log.name}"
+    elif code > 1 or not results["passed"]:
+        results["error"] = f"pytest exited with {code} and {results['passed']} tests passed; see {log.name}"
+    return results
 
 
 def outcomes(record: str) -> dict[str, Any]:
-    """``passed``, ``skipped`` and ``failures`` of pytest's record.
+    """Return ``passed``, ``skipped`` and ``failures`` from pytest's record.
 
     Args:
-        record: JUnit's XML.
+        record: JUnit XML text.
     """
     passed, skipped = 0, 0
     failures: dict[str, str] = {}

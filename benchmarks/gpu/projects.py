@@ -1,4 +1,4 @@
-"""Kernels that other projects publish for the sparse attention, called on the same tensors as ours."""
+"""Sparse attention kernels published by other projects, called on the same tensors as ours."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 
 Results = tuple[Tensor, ...]
 Directions = dict[str, Callable[[], Results]]
-"""By direction a call: ``forward`` returns the output, ``backward`` the gradients of query and key_value."""
+"""Call by direction: ``forward`` returns the output, ``backward`` the gradients of query and key_value."""
 OURS = "ours"
 _ROWS = 4096
 """Rows that are compared at a time."""
 
 
 class Problem:
-    """Queries, keys and a selection, in bf16, and what ours makes of them.
+    """Queries, keys and a selection, in bf16, with this library's results.
 
     Attributes:
-        query: ``[1, length, heads, latent + rope]``.
-        key_value: ``[1, length, latent + rope]``.
-        indices: ``[1, length, topk]``, int32; -1 behind the last key of a row.
-        grad_out: ``[1, length, heads, latent]``.
-        pairs: of a row and a key that it selects.
+        query: queries ``[1, length, heads, latent + rope]``.
+        key_value: keys ``[1, length, latent + rope]``.
+        indices: selected keys ``[1, length, topk]``, int32; -1 after a row's last key.
+        grad_out: output's gradient ``[1, length, heads, latent]``.
+        pairs: number of pairs of a row and a selected key.
         full: whether a row may select keys behind it.
-        out: of ours, ``[1, length, heads, latent]``.
-        lse: of ours, ``[1, length, heads]``, fp32, natural logarithm.
-        gradients: of ours, of query and key_value.
+        out: our output ``[1, length, heads, latent]``.
+        lse: our log-sum-exp ``[1, length, heads]``, fp32, natural logarithm.
+        gradients: our gradients of query and key_value.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Problem:
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Keys of each row, ``[length]``, int32; None if all have as many."""
+        """Number of keys per row, ``[length]``, int32; None if all rows have ``topk``."""
         return None if self.full else (self.indices[0] >= 0).sum(-1, dtype=torch.int32)
 
     @property
     def ours(self) -> Directions:
-        """Our calls."""
+        """This library's calls."""
         return {"forward": lambda: self._attend()[:1], "backward": self._backward}
 
     def apart(self, direction: str, theirs: Results) -> float:
-        """Return the largest norm of a difference from our result, over the norm of ours, in fp32.
+        """Return the largest distance from our results by norm, relative to the norm of ours, in fp32.
 
         Args:
-            direction: what was called.
-            theirs: its results; other dimensions of 1 than ours do not matter.
+            direction: direction of the call.
+            theirs: the call's results; additional dimensions of size 1 do not matter.
         """
         ours = {"forward": (self.out,), "backward": self.gradients}[direction]
         return max(_apart(one.reshape(other.shape), other) for one, other in zip(theirs, ours, strict=True))
@@ -111,8 +111,8 @@ class Project:
     """Kernels of another project.
 
     Attributes:
-        modules: that must be importable.
-        calls: of a problem; raises ValueError if its kernels do not take it.
+        modules: modules that must be importable.
+        calls: function from a problem to its calls; raises ValueError if the kernels cannot run the problem.
     """
 
     modules: tuple[str, ...]
@@ -120,19 +120,19 @@ class Project:
 
     @cached_property
     def absence(self) -> str | None:
-        """A sentence if it cannot be imported."""
+        """Reason why the project cannot be imported, or None."""
         try:
             for name in self.modules:
                 import_module(name)
         except ImportError as error:
             return f"not installed: {error}"
-        except Exception as error:  # whatever is wrong with it must not cost our figures
+        except Exception as error:  # a broken project must not cost our figures
             return f"its import fails: {type(error).__name__}: {error}"[:300]
         return None
 
 
 def _flash_mla(problem: Problem) -> Directions:
-    """FlashMLA's kernel for prefill; it has no backward."""
+    """Return FlashMLA's prefill kernel; it has no backward."""
     attend: Callable[..., Any] = import_module("flash_mla").flash_mla_sparse_fwd
     key_value, indices = problem.key_value[0][:, None], problem.indices[0][:, None]
 
@@ -144,22 +144,21 @@ def _flash_mla(problem: Problem) -> Directions:
 
 
 def _tilelang(problem: Problem) -> Directions:
-    """``sparse_mla_fwd.py`` and ``sparse_mla_bwd.py``.
-
-    Their mask is "not after the row": in rows with less than topk keys the last key denotes none.
-    """
+    """Return the kernels of ``sparse_mla_fwd.py`` and ``sparse_mla_bwd.py``."""
     if problem.full:
         raise ValueError("its rows see no keys behind them")
     attend: Callable[..., Any] = import_module("sparse_mla_fwd").sparse_mla_fwd_interface
     differentiate: Callable[..., Any] = import_module("sparse_mla_bwd").sparse_mla_bwd
+    # Their mask hides keys after the row: in rows with fewer than topk keys, the last key marks empty
+    # entries.
     key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
     scale, lse = problem.sizes.softmax_scale, problem.lse / math.log(2)
 
     def backward() -> Results:
-        found = differentiate(
+        gradients = differentiate(
             problem.query, key_value, problem.out, problem.grad_out, indices, lse, sm_scale=scale
         )
-        return tuple(found)
+        return tuple(gradients)
 
     return {
         "forward": lambda: (attend(problem.query, key_value, indices, sm_scale=scale)[0],),
@@ -168,7 +167,7 @@ def _tilelang(problem: Problem) -> Directions:
 
 
 def _tilelang_pipelined(problem: Problem) -> Directions:
-    """``sparse_mla_fwd_pipelined.py``, which is told how far rows lie behind their first key."""
+    """Return the kernel of ``sparse_mla_fwd_pipelined.py``, which takes the rows' offset."""
     attend: Callable[..., Any] = import_module("sparse_mla_fwd_pipelined").sparse_mla_fwd_interface
     key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
     first, scale = problem.sizes.length if problem.full else 0, problem.sizes.softmax_scale
@@ -184,13 +183,13 @@ def _masked_by_row(problem: Problem) -> Tensor:
 
 
 def _cudnn(problem: Problem) -> Directions:
-    """Backward of cuDNN's frontend; its forward needs capability 10."""
+    """Return the backward of cuDNN's frontend; its forward needs compute capability 10."""
     module = import_module("cudnn.deepseek_sparse_attention")
     differentiate: Callable[..., Any] = module.sparse_attention_backward_wrapper
     no_sink = torch.full(problem.lse.shape[-1:], -math.inf, device=problem.lse.device)
 
     def backward() -> Results:
-        found = differentiate(
+        gradients = differentiate(
             *(tensor[0] for tensor in (problem.query, problem.key_value, problem.out, problem.grad_out)),
             problem.lse[0],
             no_sink,
@@ -198,7 +197,7 @@ def _cudnn(problem: Problem) -> Directions:
             softmax_scale=problem.sizes.softmax_scale,
             topk_length=problem.lengths,
         )
-        return found["dq"], found["dkv"]
+        return gradients["dq"], gradients["dkv"]
 
     return {"backward": backward}
 
@@ -209,4 +208,4 @@ PROJECTS = {
     "tilelang_pipelined": Project(("tilelang", "sparse_mla_fwd_pipelined"), _tilelang_pipelined),
     "cudnn": Project(("cudnn.deepseek_sparse_attention",), _cudnn),
 }
-"""By name. The modules of ``tilelang`` besides itself are files of its folder ``examples/deepseek_v32``."""
+"""Projects by name. Modules of ``tilelang`` other than itself are files of its ``examples/deepseek_v32``."""

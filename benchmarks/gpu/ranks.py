@@ -1,6 +1,6 @@
-"""Context parallelism on one GPU: two processes, each a rank, beside one process with the whole sequence.
+"""Context parallelism on one GPU: two processes as ranks, compared with one process for the whole sequence.
 
-NCCL may refuse two ranks of a group on one device; then its words are what is reported.
+NCCL may refuse two ranks of a group on one device; the report then quotes its message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = {
     "keys kept": "--cp-keep-gathered",
     "packs": "--pack-documents --micro-batch-size 1",
 }
-"""Flags beside ``--context-parallel-size``; those of packs belong to the job with one rank, too."""
+"""Flags in addition to ``--context-parallel-size``; the job with one rank also gets the flags of packs."""
 _ON_ONE_DEVICE = ("Duplicate GPU", "ncclInvalidUsage")
 
 
@@ -35,30 +35,30 @@ def run(
     model: str | None = None,
     cases: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """By case: how far losses are ``apart``, ``refused`` with what is wrong, or ``absent`` with why.
+    """Return by case how far losses are ``apart``, or the reason as ``refused`` or ``absent``.
 
     Args:
         quick: a tiny model, one case.
-        seconds: time that all together may take.
-        tell: called with what is found so far.
-        model: flags of the model, instead of a GPU's.
-        cases: instead of all.
+        seconds: time limit of all jobs together.
+        tell: callback that gets the figures so far.
+        model: model's flags; default: a GPU-sized model, or a tiny one if ``quick``.
+        cases: flags by case; default: :data:`CASES`.
     """
     deadline = time.monotonic() + 0.9 * seconds
     if model is None:
         model = f"{TINY} --bf16" if quick else MODEL
     alone = cache(measure)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, flags in (CASES if cases is None else cases).items():
         whole = alone(" ".join(f"{model} {_FUSED} {flags.replace('--cp-keep-gathered', '')}".split()))
         cut = _of_ranks(
             f"{model} {_FUSED} {flags} --context-parallel-size {RANKS}", deadline - time.monotonic()
         )
-        found[name] = _compared(whole, cut)
-        tell(found)
-        if "absent" in found[name]:
+        figures[name] = _compared(whole, cut)
+        tell(figures)
+        if "absent" in figures[name]:
             break
-    return found
+    return figures
 
 
 def _compared(whole: dict[str, Any] | str, cut: dict[str, Any] | str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _compared(whole: dict[str, Any] | str, cut: dict[str, Any] | str) -> dict[st
 
 
 def _of_ranks(flags: str, seconds: float) -> dict[str, Any] | str:
-    """Figures of the first rank, or the last line that a rank has to say."""
+    """Return the first rank's figures, or the last line of a rank that failed."""
     device = {"LOCAL_RANK": "0"}
     return launched.figures(__name__, flags.split(), RANKS, seconds, lambda rank: device, _ON_ONE_DEVICE)
 

@@ -1,4 +1,4 @@
-"""Ours beside other projects' sparse attention: the same tensors, one process, cold and warm caches."""
+"""Sparse attention of this library and of other projects on the same tensors, with cold and warm caches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.registry import Metrics
 from benchmarks.released import MODELS
 
 DEVIATION = 2e-2
-"""Distance of results in bf16 by norm, theirs from ours, above which nothing is timed."""
+"""Relative distance of bf16 results from ours by norm above which nothing is timed."""
 _ROUNDS, _FEW, _LONG = 7, 3, 0.1
-"""Calls that are timed; of those that take more seconds, few."""
+"""Timed calls: 7, or 3 if a call takes more than 0.1 s."""
 _CACHE = 2**28
-"""Bytes written between calls: several times the second-level cache of every GPU."""
+"""Bytes written between calls: several times the L2 cache of every GPU."""
 _ENDED = "the part's time was up"
 
 
@@ -31,11 +31,11 @@ class Cell:
     """One problem.
 
     Attributes:
-        length: rows, and keys.
-        heads: of the attention.
-        full: whether rows select among all keys; else among those up to their own.
-        ascending: order of the keys of a row; else random.
-        shared: fraction of its keys that a row shares with the next; None for what chance gives.
+        length: number of rows, and of keys.
+        heads: attention's heads.
+        full: whether rows select among all keys, instead of keys up to their own.
+        ascending: whether a row's keys ascend, instead of a random order.
+        shared: fraction of keys that a row shares with the next one; None for independent rows.
     """
 
     length: int
@@ -46,22 +46,22 @@ class Cell:
 
     @property
     def selection(self) -> str:
-        """Words for how keys are selected."""
+        """Description of the selection."""
         shared = [] if self.shared is None else [f"neighbours share {self.shared}"]
         rows = "full rows" if self.full else "causal rows"
         return ", ".join([rows, "ascending" if self.ascending else "random order", *shared])
 
     @property
     def name(self) -> str:
-        """As in the figures."""
+        """Cell's name in the figures."""
         return f"S{self.length}_H{self.heads}, {self.selection}"
 
 
 def cells(quick: bool = False) -> list[Cell]:
-    """All cells, what matters first: each is measured as long as there is time.
+    """Return all cells, the most important first: they are measured while time is left.
 
     Args:
-        quick: one small cell of each selection.
+        quick: one small cell for each kind of selection.
     """
     if quick:
         return list(_selections(Cell(4096, 64)))
@@ -81,28 +81,28 @@ def cells(quick: bool = False) -> list[Cell]:
 def _selections(cell: Cell) -> Iterator[Cell]:
     yield cell
     yield replace(cell, shared=0.8)
-    yield replace(cell, full=True, ascending=False)  # what others publish figures of
+    yield replace(cell, full=True, ascending=False)  # other projects publish figures of this one
     yield replace(cell, ascending=False)
     yield replace(cell, full=True)
 
 
 def run(quick: bool, seconds: float, tell: Tell, device: str = "cuda") -> Metrics:
-    """``cells``: by name, direction and project the figures, or a sentence for why there are none.
+    """Return figures, or the reason for their absence, under ``cells`` by name, direction and project.
 
-    Milliseconds and TFLOP/s are with warm caches, ``cold_*`` behind a write of more bytes than any cache has;
+    Milliseconds and TFLOP/s are with warm caches; ``cold_*`` follow a write that is larger than any cache.
     ``apart`` is the distance of a project's result from ours.
 
     Args:
         quick: small problems.
-        seconds: that it may take.
-        tell: called with all figures so far after each cell.
-        device: where.
+        seconds: time limit.
+        tell: callback that gets all figures so far, after each cell.
+        device: device to run on.
     """
     deadline = time.monotonic() + 0.85 * seconds
     peak = cuda.matmul_rate(_ROUNDS)
     absent = {name: project.absence for name, project in PROJECTS.items() if project.absence}
     measured: dict[str, Metrics | str] = {}
-    found: dict[str, Any] = {"matmul_tflops": peak / 1e12, "absent": absent, "cells": measured}
+    figures: dict[str, Any] = {"matmul_tflops": peak / 1e12, "absent": absent, "cells": measured}
     for cell in cells(quick):
         if time.monotonic() > deadline:
             measured[cell.name] = _ENDED
@@ -115,26 +115,26 @@ def run(quick: bool, seconds: float, tell: Tell, device: str = "cuda") -> Metric
         except torch.cuda.OutOfMemoryError:
             measured[cell.name] = "does not fit into the memory of the device"
         _give_back()
-        tell(found)
-    return found
+        tell(figures)
+    return figures
 
 
 def compared(problem: Problem, peak: float, deadline: float) -> dict[str, Any]:
-    """By direction and project the figures of one problem.
+    """Return the figures of one problem by direction and project.
 
     Args:
-        problem: with our results.
-        peak: operations a second of a matmul in this process.
-        deadline: of :func:`time.monotonic`; nothing is begun behind it.
+        problem: problem with our results.
+        peak: operations per second of a matmul in this process.
+        deadline: time of :func:`time.monotonic` after which nothing begins.
     """
     flops = attention_flops(problem.sizes, problem.pairs)
-    found: dict[str, Any] = {"forward": {}, "backward": {}}
+    figures: dict[str, Any] = {"forward": {}, "backward": {}}
     builders: dict[str, Callable[[Problem], Directions]] = {OURS: lambda problem: problem.ours}
     builders |= {name: project.calls for name, project in PROJECTS.items() if project.absence is None}
     for name, build in builders.items():
         calls = _tried(lambda build=build: build(problem))
         if isinstance(calls, str):
-            found["forward"][name] = calls
+            figures["forward"][name] = calls
             continue
         for direction, call in calls.items():
 
@@ -146,9 +146,9 @@ def compared(problem: Problem, peak: float, deadline: float) -> dict[str, Any]:
                     raise ValueError(f"differs from ours by {apart:.1e}: nothing is timed")
                 return {**_figures(call, flops[direction], peak), "apart": apart}
 
-            found[direction][name] = _tried(measure)
+            figures[direction][name] = _tried(measure)
             _give_back()
-    return found
+    return figures
 
 
 def _figures(call: Callable[[], object], needed: float, peak: float) -> dict[str, float]:
@@ -166,7 +166,8 @@ def _figures(call: Callable[[], object], needed: float, peak: float) -> dict[str
 
 
 def _tried(function: Callable[[], Any]) -> Any:
-    """Return what the function returns, or a sentence: whatever is wrong with it costs its own figures."""
+    """Return the function's result, or its error as a sentence."""
+    # An error costs only the figures of the kernel that raised it.
     try:
         return function()
     except torch.cuda.OutOfMemoryError:
@@ -178,6 +179,6 @@ def _tried(function: Callable[[], Any]) -> Any:
 
 
 def _give_back() -> None:
-    """Give memory back to the device, for allocators that others have."""
+    """Give memory back to the device, for the allocators of other projects."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Kernels under compute-sanitizer, where it is installed: small problems, wrong accesses by kernel."""
+"""Kernels under compute-sanitizer, if it is installed: small problems, wrong accesses by kernel."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
 
 TOOL = "compute-sanitizer"
 HEADS = (64, 16, 128)
-"""The attention's numbers of heads: both of Hopper's forward kernels, and two programs for a row."""
+"""Numbers of heads that reach both of Hopper's forward kernels, and two programs for a row."""
 _SIZES = {"index_heads": 64, "topk": 256}
 _ROWS = 640
 _BEGUN = "called: "
-# Accesses alone: Triton's loader asks the driver for an attribute that not every kernel can have, is refused
-# and goes on, once for each kernel; the tool would count these refusals as errors.
+# Check accesses only: Triton's loader asks the driver for an attribute that not every kernel can have, and
+# continues when refused. The tool would count one error for each kernel.
 _MEMCHECK = ("--tool", "memcheck", "--report-api-errors", "no")
 
 
 def run(folder: Path, seconds: float) -> dict[str, Any]:
-    """``errors`` that it counts, ``kernels`` that they are of, and the ``calls`` that were made until then.
+    """Run :func:`calls` under the tool.
 
     Args:
-        folder: for its output, ``sanitizer.txt``.
-        seconds: that it may take.
+        folder: folder for the tool's output ``sanitizer.txt``.
+        seconds: time limit.
 
     Returns:
-        Or ``absent``, a sentence, where the tool is not installed.
+        ``errors``, their number; ``kernels``, their number by kernel; ``calls``, the calls made. Without the
+        tool only ``absent``, a sentence.
     """
     tool = shutil.which(TOOL)
     if tool is None:
@@ -53,19 +54,19 @@ def run(folder: Path, seconds: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         ended = f"its time was up after {seconds:.0f} s"
         printed = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else (error.stdout or "")
-    found = summary(output.read_text(encoding="utf-8") if output.exists() else "")
-    found["calls"] = [line[len(_BEGUN) :] for line in printed.splitlines() if line.startswith(_BEGUN)]
-    if found["errors"] is None:
-        found["error"] = f"{TOOL} did not come to its summary: {ended}"
-    elif found["errors"]:
-        found["refused"] = (
-            f"{found['errors']} wrong accesses, in {', '.join(found['kernels']) or 'no kernel'}"
+    result = summary(output.read_text(encoding="utf-8") if output.exists() else "")
+    result["calls"] = [line[len(_BEGUN) :] for line in printed.splitlines() if line.startswith(_BEGUN)]
+    if result["errors"] is None:
+        result["error"] = f"{TOOL} did not come to its summary: {ended}"
+    elif result["errors"]:
+        result["refused"] = (
+            f"{result['errors']} wrong accesses, in {', '.join(result['kernels']) or 'no kernel'}"
         )
-    return found
+    return result
 
 
 def summary(log: str) -> dict[str, Any]:
-    """Return what the tool's log says: ``errors``, None without a summary, and how many of which kernel."""
+    """Return the log's number of ``errors``, None without a summary, and their number by kernel."""
     last = re.findall(r"ERROR SUMMARY: (\d+) error", log)
     return {
         "errors": int(last[-1]) if last else None,
@@ -74,18 +75,18 @@ def summary(log: str) -> dict[str, Any]:
 
 
 def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield names, and what launches each operator's kernels once.
+    """Yield names, and functions that launch each operator's kernels once.
 
     Args:
-        device: where.
-        rows: of sequences; not a multiple of a tile.
+        device: device to run on.
+        rows: rows of a sequence; not a multiple of a tile.
     """
     for heads in HEADS:
         sizes = Sizes(length=rows, heads=heads, **_SIZES)
         for operator, directions in operator_calls(sizes, torch.bfloat16, device, "triton").items():
             for direction, call in directions.items():
                 yield f"{operator} {direction}, {heads} heads", call
-    # A single row is a window of its own, and of other kinds to the compiler.
+    # A single row is a window of its own, and Triton compiles arguments that are 1 separately.
     single = operator_calls(Sizes(length=1, heads=64, **_SIZES), torch.bfloat16, device, "triton")
     yield "sparse_flash_attention backward, one row", single["sparse_flash_attention"]["backward"]
     generator = torch.Generator(device).manual_seed(0)
@@ -100,7 +101,7 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
 
 
 def main() -> None:
-    """Make all calls, and print the name of each before it."""
+    """Make all calls, and print each name before its call."""
     for name, call in calls("cuda"):
         print(f"{_BEGUN}{name}", flush=True)
         call()

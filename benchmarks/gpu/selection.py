@@ -19,18 +19,18 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
 
 LENGTHS = (8192, 32768, 4096, 131072)
-"""Rows and keys, what matters first."""
+"""Numbers of rows and keys, the most important first."""
 HEADS = tuple(sorted({model.index_heads for model in MODELS.values()}, reverse=True))
 _TOPK = MODELS["deepseek-v3.2"].topk
 _ROUNDS, _FEW, _LONG = 7, 3, 30_000
-"""Calls that are timed; of longer sequences, few."""
+"""Timed calls: 7, or 3 for more than 30,000 rows."""
 SLABS, SHORT_SLABS = "slabs", "slabs of 1024 rows"
 BF16, FP8 = "bf16", "fp8"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One problem: rows and keys, heads of the indexer and their width, entries of a row."""
+    """One problem: number of rows and keys, index heads and their width, entries per row."""
 
     length: int
     heads: int
@@ -44,34 +44,34 @@ class Sizes:
 
 
 def problems(quick: bool = False) -> list[Sizes]:
-    """Return all problems, what matters first; with ``quick`` a small one."""
+    """Return all problems, the most important first; with ``quick`` a small one."""
     if quick:
         return [Sizes(256, 8, 32, 64)]
     return [Sizes(length, heads) for length in LENGTHS for heads in HEADS]
 
 
 def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
-    """By problem, operands' dtype and way: ``ms`` and what it is of a matmul's rate, or ``refused``.
+    """Return ``ms`` and the fraction of a matmul's rate by problem, dtype and variant, or ``refused``.
 
-    ``ms`` is with an idle device, which waits for the host to launch; ``ms_behind`` with one that is busy
-    until then, with another call. Ways whose results differ in one bit are refused.
+    ``ms`` is measured on an idle device, which waits for the host to launch; ``ms_behind`` on a device that
+    is still busy with another call. Variants whose results differ in one bit are refused.
 
     Args:
         quick: a small problem.
-        tell: called with all figures so far after each problem.
-        device: where.
+        tell: callback that gets all figures so far, after each problem.
+        device: device to run on.
     """
     peak = cuda.matmul_rate(_ROUNDS)
-    found: dict[str, Any] = {"matmul_tflops": peak / 1e12}
+    figures: dict[str, Any] = {"matmul_tflops": peak / 1e12}
     for sizes in problems(quick):
         for dtype, operator in ((BF16, lightning_indexer), (FP8, quantised_indexer)):
             name = f"S{sizes.length}, {sizes.heads} heads, {dtype}"
             try:
-                found[name] = _compared(sizes, operator, peak, device)
+                figures[name] = _compared(sizes, operator, peak, device)
             except torch.cuda.OutOfMemoryError:
-                found[name] = "does not fit into the memory of the device"
-        tell(found)
-    return found
+                figures[name] = "does not fit into the memory of the device"
+        tell(figures)
+    return figures
 
 
 def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: str) -> dict[str, Any]:
@@ -83,28 +83,28 @@ def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: s
     operands = drawn(sizes.heads, sizes.dim), drawn(sizes.dim), drawn(sizes.heads) / sizes.heads
 
     def select() -> tuple[Tensor, ...]:
-        found = operator(*operands, sizes.topk, backend="triton")
-        return found if isinstance(found, tuple) else (found,)
+        figures = operator(*operands, sizes.topk, backend="triton")
+        return figures if isinstance(figures, tuple) else (figures,)
 
     expected: tuple[Tensor, ...] | None = None
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     rounds = _FEW if sizes.length > _LONG else _ROUNDS
     for way in (SLABS, SHORT_SLABS):
         with _in_way(way):
             results = select()
             expected = results if expected is None else expected
             if not all(map(torch.equal, expected, results)):
-                return {**found, "refused": f"{way} selects otherwise than {SLABS}"}
+                return {**figures, "refused": f"{way} selects otherwise than {SLABS}"}
             del results
             seconds = {"ms": cuda.seconds(select, rounds), "ms_behind": cuda.seconds(select, rounds, select)}
-        found[way] = {name: each * 1e3 for name, each in seconds.items()}
-        found[way]["fraction_of_matmul"] = sizes.flops / seconds["ms_behind"] / peak
-    return found
+        figures[way] = {name: each * 1e3 for name, each in seconds.items()}
+        figures[way]["fraction_of_matmul"] = sizes.flops / seconds["ms_behind"] / peak
+    return figures
 
 
 @contextlib.contextmanager
 def _in_way(way: str) -> Iterator[None]:
-    # The report is written where there may be no Triton.
+    # Import here: the report may be written on a machine without Triton.
     from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 
     rows = indexer.SLAB_ROWS if way == SHORT_SLABS else indexer.SELECTED_ROWS
@@ -113,7 +113,7 @@ def _in_way(way: str) -> Iterator[None]:
 
 
 def words(found: Mapping[str, Any]) -> Iterator[str]:
-    """Section of the report; nothing if the part did not run.
+    """Yield the report's section; nothing if the part did not run.
 
     Args:
         found: metrics of the case ``gpu``.

@@ -1,6 +1,6 @@
-"""Work of a DeepSeek-V3.2 layer in turns, and beside each other on two streams, by the number of tokens.
+"""Work of a DeepSeek-V3.2 layer on one stream and on two, by the number of tokens.
 
-Says from which size on ``--two-streams`` is worth its waits: ``LEAST_TOKENS`` in the library.
+Shows from which size on ``--two-streams`` pays for its waits: ``LEAST_TOKENS`` in the library.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TOPK = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of a layer; those of DeepSeek-V3.2.
+    """Widths of a DeepSeek-V3.2 layer.
 
     Attributes:
-        latents: of both down-projections.
-        index: the indexer's key, and a weight for each of its heads.
-        shared: the shared expert's inner width.
-        query: one tensor parallel rank's heads, of eight.
+        latents: output width of both down-projections.
+        index: width of the indexer's key, plus a weight for each of its heads.
+        shared: inner width of the shared expert.
+        query: query width of one of eight tensor parallel ranks.
     """
 
     hidden: int = 7168
@@ -51,23 +51,23 @@ Work = Callable[[], tuple[Tensor, ...]]
 def run(
     quick: bool = False, tell: Callable[[Any], None] = lambda found: None, rounds: int = _ROUNDS
 ) -> dict[str, Any]:
-    """By part and number of tokens: milliseconds in turns and beside; ``refused`` where bits differ.
+    """Return milliseconds on one stream and on two by part and tokens; ``refused`` if bits differ.
 
     Args:
         quick: a tiny layer.
-        tell: called with what is found so far.
-        rounds: of either way, in alternation; the median counts.
+        tell: callback that gets the figures so far.
+        rounds: rounds of both variants in alternation; the median counts.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for tokens in QUICK if quick else TOKENS:
         for name, (first, second, states) in _parts(SMALL if quick else Sizes(), tokens).items():
-            found[f"{name}, {tokens} tokens"] = _compared(first, second, states, rounds)
-        tell(found)
-    return found
+            figures[f"{name}, {tokens} tokens"] = _compared(first, second, states, rounds)
+        tell(figures)
+    return figures
 
 
 def _parts(sizes: Sizes, tokens: int) -> dict[str, tuple[Work, Work, Tensor]]:
-    """By name: work of the first stream, work of the second, and what that reads."""
+    """Return by part the work of the first stream, the work of the second, and the second one's input."""
     device = platforms.current().device
     generator = torch.Generator().manual_seed(0)
 
@@ -115,15 +115,15 @@ def _compared(first: Work, second: Work, states: Tensor, rounds: int) -> dict[st
     for _ in range(rounds):
         for name, way in ways.items():
             seconds[name].append(_seconds(way))
-    found: dict[str, Any] = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
-    found["ratio"] = found["beside"] / found["in turns"]
+    figures: dict[str, Any] = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    figures["ratio"] = figures["beside"] / figures["in turns"]
     if not all(map(torch.equal, expected, actual)):
-        return {**found, "refused": "two streams have other bits than one"}
-    return found
+        return {**figures, "refused": "two streams have other bits than one"}
+    return figures
 
 
 def _seconds(way: Work) -> float:
-    """Return the seconds of one call, of several that the host launches without waiting."""
+    """Return the seconds of one call, averaged over calls launched without waiting."""
     platforms.current().synchronize()
     begun = time.perf_counter()
     for _ in range(_CALLS):
@@ -133,7 +133,7 @@ def _seconds(way: Work) -> float:
 
 
 def least_tokens(found: dict[str, Any], names: Sequence[str] = ("indexer's projections",)) -> int | None:
-    """Return the number of tokens from which on these parts are never slower beside; ``None``: from none."""
+    """Return the number of tokens from which on two streams are never slower for these parts, or None."""
     least = None
     for tokens in sorted(TOKENS, reverse=True):
         rows = [found.get(f"{name}, {tokens} tokens") for name in names]

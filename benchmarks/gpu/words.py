@@ -1,4 +1,4 @@
-"""The report in words: Markdown, what is slow first."""
+"""Report of the case ``gpu`` in Markdown, slow operators first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.parts import rows_of, table
 
 
 def report(found: Mapping[str, Any], device: str) -> str:
-    """One page.
+    """Return the report.
 
     Args:
         found: metrics of the case ``gpu``.
-        device: the GPU's name.
+        device: GPU's name.
     """
     parts = (
         *(_summary, _model, selection.words, backward.words, _operators, beside.words),
@@ -88,7 +88,7 @@ def _figures(row: Mapping[str, float]) -> tuple[Any, ...]:
 
 
 def layers(found: Mapping[str, Any]) -> Iterator[str]:
-    """Steps of whole layers, of the part ``layer``."""
+    """Yield the section of the part ``layer``: steps of whole layers."""
     layer = rows_of(found, "layer")
     if not layer:
         return
@@ -115,7 +115,7 @@ def layers(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def features(found: Mapping[str, Any]) -> Iterator[str]:
-    """Features off and on, of the part ``features``."""
+    """Yield the section of the part ``features``: features off and on."""
     cases = {name: row for name, row in rows_of(found, "features").items() if "apart" in row}
     if not cases:
         return
@@ -134,7 +134,7 @@ def features(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def streams(found: Mapping[str, Any]) -> Iterator[str]:
-    """Work on one stream and on two, of the part ``streams``."""
+    """Yield the section of the part ``streams``: work on one stream and on two."""
     rows = {name: row for name, row in rows_of(found, "streams").items() if "ratio" in row}
     if not rows:
         return

@@ -1,7 +1,7 @@
-"""Triton kernels compiled ahead of time: registers, spills, traffic, and what they could reach by a model.
+"""Triton kernels compiled ahead of time: registers, spills, traffic, and the rate that a model allows.
 
-Nothing runs on a GPU, and none is needed. ``model_fraction_of_peak`` is a bound that comes from the counts,
-see :mod:`benchmarks.kernels.model`; it is no measurement.
+Nothing runs on a GPU, and none is needed. ``model_fraction_of_peak`` is a bound computed from the counts, see
+:mod:`benchmarks.kernels.model`; it is no measurement.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from benchmarks.registry import Metrics
 
 HEADS = (128, 64, 32, 16)
 TARGETS = (90, 80, 100, 120)
-# By the words of the case; the last are GLM-5's.
+# Index heads and their width by the words of the case; the last entry is GLM-5's.
 INDEXERS = {"indexer": (64, 128), "indexer 32 x 128": (32, 128)}
 # Heads, their width, whether they share a key, and index heads.
 DENSE = ((128, 576, True, 64), (16, 192, False, 64), (64, 256, False, 32))
-# Behind what is said of rows that share tiles.
+# Suffix of figures for rows that share tiles.
 SHARED = ", tiles shared"
-# What tells apart kernels of one call, and what is counted of each.
+# Constants that tell apart kernels of one call, and counts of each kernel.
 _FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
     *("registers", "spilled", "shared", "warps", "wgmma", "tcgen05", "mma", "waits"),
@@ -34,7 +34,7 @@ _COUNTED = (
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """Counts of every kernel in bf16 for the sizes of DeepSeek-V3.2 and GLM-5, and the model.
+    """Return counts of every kernel in bf16 for the sizes of DeepSeek-V3.2 and GLM-5, and the model's bounds.
 
     Args:
         device: not used: compilation needs none.
@@ -62,32 +62,32 @@ def run(device: str, quick: bool = False) -> Metrics:
 def _counts(
     target: int, heads: tuple[int, ...], quick: bool, selecting: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each kernel, by its name, the words of the call and the flags of its source.
+    """Return the figures of each kernel, by its name, the words of the call and the flags of its source.
 
     Args:
         target: ten times the compute capability.
-        heads: of the attention.
-        quick: the attention's kernels alone.
-        selecting: gets Hopper's kernels that form scores to select from, by the words of their call.
+        heads: numbers of heads of the attention.
+        quick: the attention's kernels only.
+        selecting: dict that gets Hopper's score kernels for the selection, by the words of their call.
     """
     from benchmarks.kernels.compiled import SHARED_MEMORY, compiled
     from benchmarks.kernels.selection import SCORES
 
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for words, kernel in compiled(target, _calls(heads, quick), each=True):
         flags = [f"{name}={kernel.constants[name]}" for name in _FLAGS if name in kernel.constants]
         name = ", ".join([kernel.name, words, *flags])
         print(f"sm_{target}: {name}", file=sys.stderr, flush=True)
         if target == TARGETS[0] and kernel.name == SCORES:
             selecting[words] = kernel
-        found[name] = {
+        figures[name] = {
             "kernel": kernel.name,
             **{name: getattr(kernel, name) for name in _COUNTED},
             "serialised": int(any(number.startswith("C75") for number in kernel.advisories)),
             "over_limit": int(kernel.shared > SHARED_MEMORY[target]),
             **_rates(target, words, kernel),
         }
-    return found
+    return figures
 
 
 def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
@@ -107,7 +107,7 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _selection(kernels: dict[str, Any]) -> dict[str, Any]:
-    """By GPU of Hopper and problem the bounds of scores and of the selection from them."""
+    """Return time bounds of scores and of their selection, by Hopper GPU and problem."""
     from benchmarks.kernels import model, selection
 
     hopper = {name: gpu for name, gpu in model.GPUS.items() if gpu.target == TARGETS[0]}
@@ -115,13 +115,13 @@ def _selection(kernels: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
-    """FLOP per byte, and for each GPU of this target the fraction of its peak that the model allows."""
+    """Return FLOP per byte, and for each GPU of the target the fraction of its peak that the model allows."""
     from benchmarks.kernels import cases, model
 
     work = _work(words, kernel)
     if work is None:
         return {}
-    found: dict[str, Any] = {
+    rates: dict[str, Any] = {
         "flop_per_l2_byte": round(work.useful / work.l2, 1),
         "flop_per_memory_byte": round(work.useful / work.memory, 1)
         if work.memory
@@ -131,16 +131,16 @@ def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
     }
     for name, gpu in model.GPUS.items():
         if gpu.target == target:
-            found[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
+            rates[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
             if kernel.name == model.SHARING:
                 shared = model.attention(kernel, int(words.split()[0]), cases.TOPK, sharers=model.SHARERS)
                 share = shared.useful / model.seconds(kernel, shared, gpu) / gpu.flops
-                found[f"{name}{SHARED}"] = round(share, 3)
-    return found
+                rates[f"{name}{SHARED}"] = round(share, 3)
+    return rates
 
 
 def _work(words: str, kernel: Any) -> Any:
-    """What one row of the kernel does, or None for kernels that multiply nothing."""
+    """Return the work of one row, or None for kernels that multiply nothing."""
     from benchmarks.kernels import cases, model
 
     if kernel.name in model.ATTENTION:
@@ -154,10 +154,10 @@ def _work(words: str, kernel: Any) -> Any:
 
 
 def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """By GPU: each kernel in each call, and the kernels of the attention's backward together."""
+    """Return fractions of peak by GPU: each kernel in each call, and the attention's backward as a whole."""
     from benchmarks.kernels import model
 
-    found: dict[str, dict[str, float]] = {}
+    by_gpu: dict[str, dict[str, float]] = {}
     for name, gpu in model.GPUS.items():
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
@@ -173,5 +173,5 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
                 if flops:
                     fractions[f"backward, {call}{kind}"] = round(flops / taken, 3)
         if fractions:
-            found[name] = fractions
-    return found
+            by_gpu[name] = fractions
+    return by_gpu

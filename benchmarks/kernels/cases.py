@@ -1,4 +1,4 @@
-"""Calls that reach every kernel, and every configuration that the code which launches them can pick."""
+"""Calls that reach every kernel, in every configuration that the launching code can pick."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, meta
 Call = tuple[str, Callable[[], object]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOPK = 2048
-# Blocks of heads are of 16, 32 or 64; one head, and counts that are no multiples of 16, compile apart.
+# Blocks have 16, 32 or 64 heads; one head, and counts that are no multiples of 16, compile separately.
 HEADS = (16, 32, 64)
 ODD_HEADS = (1, 8, 24, 40)
-# Past 2^31 numbers a stride is passed in 64 bits.
+# Above 2^31 numbers a stride is passed in 64 bits.
 SHORT, LONG = 8192, 131072
 GLM = MODELS["glm-5"]
 INDEXERS = ((64, 128), (32, 128), (8, 64), (128, 256))
 
 
 def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
-    """Every choice of tiles, in both modes of determinism.
+    """Yield calls for every choice of tiles, in both modes of determinism.
 
     Args:
-        dtype: of the operators' inputs.
-        odd: also sizes that take the same tiles and compile to other code.
+        dtype: operators' input dtype.
+        odd: whether to add sizes that take the same tiles but compile to other code.
     """
     for deterministic in (False, True):
         mode = ", deterministic" if deterministic else ""
@@ -72,7 +72,7 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
 
 
 def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
-    """Every kernel that is launched where determinism is not asked for, in one small configuration."""
+    """Yield a small call for every kernel that runs when determinism is not requested."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
     yield "64 heads", partial(run_attention, dtype, 64, sums=(False,))
     yield "128 heads", partial(run_forward, dtype, 128)
@@ -109,15 +109,15 @@ def run_attention(
     length: int = SHORT,
     sums: tuple[bool, ...] = (True, False),
 ) -> None:
-    """Forward, sum over heads, and backward with and without it."""
+    """Compile forward, sum over heads, and backward with and without it."""
     shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
     attention.rehearse(shape, length, length, sums)
 
 
 def run_last_row(dtype: torch.dtype) -> None:
-    """The order of entries of a single row: a number that is 1 is another kind to the compiler.
+    """Compile the kernels that order the entries of a single row.
 
-    Kernels of half precision alone take entries in that order.
+    Triton compiles arguments that are 1 separately. Only half precision kernels take entries in that order.
     """
     if capability_of(torch.device("meta")) == HOPPER and dtype != torch.float32:
         indices, lengths = meta(1, TOPK, dtype=torch.int32), meta(1, dtype=torch.int32)
@@ -126,33 +126,33 @@ def run_last_row(dtype: torch.dtype) -> None:
 
 
 def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int = 512) -> None:
-    """Forward and sum over heads."""
+    """Compile forward and sum over heads."""
     query, key = meta(1, SHORT, heads, dim, dtype=dtype), meta(1, SHORT, dim, dtype=dtype)
     indices = meta(1, SHORT, TOPK, dtype=torch.int32)
     attention.forward(AttentionCall(query, key, indices, 1.0, value_dim), True)
 
 
 def run_head(dtype: torch.dtype, model: Released) -> None:
-    """:func:`run_attention` of a head with a key and a value of its own, which lies before the key."""
+    """Compile attention of a head with its own key and value; the value precedes the key."""
     key_dim = model.nope + ROPE
     run_attention(dtype, 1, model.value + key_dim, model.value)
 
 
 def run_plain_attention(dtype: torch.dtype, heads: int) -> None:
-    """:func:`run_attention` where the kernels for Hopper alone do not run, as with another Triton."""
+    """Compile attention without the Hopper-only kernels, as with an unsupported Triton."""
     with mock.patch.object(hopper, "takes", return_value=False):
         run_attention(dtype, heads, sums=(False,))
 
 
 def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True) -> None:
-    """Selection, scores at entries and gradients; nothing for an indexer that the target declines."""
+    """Compile selection, scores at entries and gradients, unless the target declines the indexer."""
     shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
     if indexer.unsupported_index_sizes(shape, heads, dim) is None:
         indexer.rehearse(shape, SHORT, SHORT, use_relu)
 
 
 def run_quantised_indexer(dtype: torch.dtype, heads: int, dim: int) -> None:
-    """Selection by products of e4m3 numbers, or of the same in bf16, as the target takes them."""
+    """Compile the selection from products of e4m3 numbers, or of the same numbers in bf16, by target."""
     shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
     if indexer.unsupported_index_sizes(shape, heads, dim) is None:
         quantised.rehearse(shape, SHORT, SHORT)
@@ -161,7 +161,7 @@ def run_quantised_indexer(dtype: torch.dtype, heads: int, dim: int) -> None:
 def run_loss(
     dtype: torch.dtype, heads: int, dim: int, shared: bool, topk: int = 0, index_heads: int = 64
 ) -> None:
-    """The dense form, or with ``topk`` the sparse one; by default for DeepSeek-V3.2's indexer."""
+    """Compile the dense loss, or with ``topk`` the sparse one; by default for DeepSeek-V3.2's indexer."""
     index = {
         "key_heads": 1 if shared else heads,
         "index_heads": index_heads,
@@ -172,7 +172,7 @@ def run_loss(
 
 
 def run_permutation(dtype: torch.dtype, hidden: int = 7168, experts: int = 64, topk: int = 8) -> None:
-    """Every kernel of the permutation of tokens by expert, with probabilities in fp32."""
+    """Compile every kernel of the permutation of tokens by expert, with probabilities in fp32."""
     count = 64
     tokens, routing_map = meta(count, hidden, dtype=dtype), meta(count, experts, dtype=torch.bool)
     probs, rows = meta(count, experts, dtype=torch.float32), count * topk
@@ -187,7 +187,7 @@ def run_permutation(dtype: torch.dtype, hidden: int = 7168, experts: int = 64, t
 
 
 def run_grouped(dtype: torch.dtype, width_in: int = 2048, width_out: int = 1024, groups: int = 64) -> None:
-    """The products of grouped experts in both layouts of their weights, and the weights' gradients."""
+    """Compile the products of grouped experts in both layouts of their weights, and the weight gradients."""
     rows, grad = meta(64, width_in, dtype=dtype), meta(64, width_out, dtype=dtype)
     weight = meta(groups, width_in, width_out, dtype=dtype)
     by_group = Groups(meta(groups, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that is not there, and what the assembler made of them."""
+"""Triton kernels compiled for a GPU that is not present, and the assembler's results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from triton.runtime import driver
 
 from mindspeed_dsa.ops.triton.launch import rehearsal
 
-# Bytes of shared memory that a program may have, by ten times the compute capability.
+# Bytes of shared memory available to a program, by ten times the compute capability.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 _TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Of the assembly; the last are products of warp groups, products of tensor memory, products of warps.
+# Patterns in the assembly; the last are products of warp groups, of tensor memory, and of warps.
 _INSTRUCTIONS = {
     "waits": r"\bWARPGROUP\.DEPBAR\b",
     "wgmma": r"\b[HQ]GMMA\.",
@@ -33,7 +33,7 @@ _INSTRUCTIONS = {
     "mma": r"\b[HQ]MMA\.",
 }
 _PTX = {"async_copies": r"cp\.async\.c[ag]", "vector_atomics": r"\b(?:red|atom)\.[a-z0-9.]*v4\.f32"}
-# Shape of a product of a warp group, and whether its first operand comes from registers.
+# Shape of a warp group's product, and whether its first operand comes from registers.
 _WGMMA = re.compile(r"wgmma\.mma_async\S*\.m64n(\d+)k(\d+)\S*\s*\{[^}]*\},\s*(\{)?")
 
 
@@ -45,29 +45,29 @@ class Kernel:
     """Ten times the compute capability."""
     name: str
     constants: dict[str, Any]
-    """Those of the source by name, without flags of the compiler."""
+    """Constants of the source by name, without flags of the compiler."""
     shared: int
     """Bytes of shared memory of a program."""
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled: int
-    """Bytes of a thread's stack: what did not fit into registers."""
+    """Bytes of a thread's stack: values that did not fit into registers."""
     warps: int
     waits: int
-    """Waits for products of warp groups; where each product has one, they run one at a time."""
+    """Waits for products of warp groups; if each product has one, they run one at a time."""
     wgmma: int
     tcgen05: int
     mma: int
     async_copies: int
     vector_atomics: int
     products: dict[str, int]
-    """How often each shape of wgmma occurs, such as ``n32k16 from registers``."""
+    """Number of occurrences of each shape of wgmma, for example ``n32k16 from registers``."""
     advisories: list[str]
-    """Numbers of the assembler's advisories of the kind C7xxx; C75xx tell of products that do not overlap."""
+    """Numbers of the assembler's C7xxx advisories; C75xx report products that do not overlap."""
 
 
 class Absent:
-    """What Triton asks of a driver before it launches."""
+    """Stand-in for the driver that Triton queries before a launch."""
 
     def __init__(self, target: int) -> None:
         self._target = GPUTarget("cuda", target, 32)
@@ -76,7 +76,7 @@ class Absent:
         return self._target
 
     def get_current_device(self) -> int:
-        # Kernels are kept by device: one for each target.
+        # Kernels are cached by device: one for each target.
         return int(self._target.arch)
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -85,25 +85,25 @@ class Absent:
 
 @contextlib.contextmanager
 def without(known: Collection[str]) -> Iterator[dict[str, str]]:
-    """Inside, kernels with these fingerprints are not compiled; gives the names of all by fingerprint."""
-    found: dict[str, str] = {}
+    """Skip compiling kernels with known fingerprints; yield the names of all kernels by fingerprint."""
+    fingerprints: dict[str, str] = {}
 
     def is_known(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
         name = fn.name.rpartition(".")[2]
         own = _fingerprint(fn.jit_function.cache_key, compile["specialization_data"])
-        found[own] = name
+        fingerprints[own] = name
         return own in known
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = is_known
     try:
-        yield found
+        yield fingerprints
     finally:
         knobs.runtime.jit_cache_hook = before
 
 
 def _fingerprint(source: str, specialization: str) -> str:
-    """Of a kernel's source, all that it calls included, what it is compiled for, and the compiler."""
+    """Return a hash of a kernel's source with all that it calls, its specialization, and the compiler."""
     data = json.loads(specialization)
     options = {key: value for key, value in data["options"].items() if key != "extern_libs"}  # paths
     kinds = {key: data[key] for key in sorted(data) if key not in ("options", "key")}
@@ -113,12 +113,12 @@ def _fingerprint(source: str, specialization: str) -> str:
 def compiled(
     target: int, calls: Iterable[tuple[str, Callable[[], object]]], each: bool = False
 ) -> Iterator[tuple[str, Kernel]]:
-    """Every kernel that some calls launch, once, with the words that tell which call it was.
+    """Yield every kernel that the calls launch, once, with the words of its call.
 
     Args:
         target: ten times the compute capability; a key of :data:`SHARED_MEMORY`.
-        calls: words, and what makes the call on tensors without memory.
-        each: list a kernel for every call that launches it.
+        calls: pairs of words, and a function that makes the call on tensors without memory.
+        each: whether to yield a kernel for every call that launches it.
     """
     driver.set_active(Absent(target))
     knobs.nvidia.dump_ptxas_log = True
@@ -143,14 +143,15 @@ def compiled(
 
 
 def _described(target: int, kernel: Any, log: str) -> Kernel:
-    """From a file beside what the compiler kept, for which the assembler says nothing a second time."""
+    """Return a kernel's description, from a file next to Triton's cache if it was described before."""
+    # A kernel from Triton's cache comes without the assembler's log.
     kept = Path(knobs.cache.dir) / "described" / f"{kernel.hash}.json"
     if kept.exists():
         return Kernel(**json.loads(kept.read_text()))
     assert "ptxas" in log, (
         f"{kernel.metadata.name} was compiled before without a look: clear {knobs.cache.dir}"
     )
-    found = Kernel(
+    description = Kernel(
         target=target,
         name=kernel.metadata.name,
         constants=_constants(kernel.src),
@@ -162,8 +163,8 @@ def _described(target: int, kernel: Any, log: str) -> Kernel:
         advisories=sorted(set(re.findall(r"\bC7\d{3}\b", log))),
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(asdict(found)))
-    return found
+    kept.write_text(json.dumps(asdict(description)))
+    return description
 
 
 def _of_binary(binary: bytes) -> dict[str, int]:
@@ -174,19 +175,19 @@ def _of_binary(binary: bytes) -> dict[str, int]:
             subprocess.run([_TOOL, option, path], capture_output=True, text=True, check=True).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
-    # The kernels declare no arrays of their own: what lies on the stack did not fit into registers.
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
+    # The kernels declare no arrays of their own: the stack holds only values that did not fit into registers.
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match is not None, usage
     counts = {name: len(re.findall(pattern, assembly)) for name, pattern in _INSTRUCTIONS.items()}
-    return {"registers": int(found[1]), "spilled": int(found[2]), **counts}
+    return {"registers": int(match[1]), "spilled": int(match[2]), **counts}
 
 
 def _products(ptx: str) -> dict[str, int]:
-    found = (
+    shapes = (
         f"n{columns}k{inner} from {'registers' if registers else 'memory'}"
         for columns, inner, registers in _WGMMA.findall(ptx)
     )
-    return dict(Counter(found))
+    return dict(Counter(shapes))
 
 
 def _constants(source: Any) -> dict[str, Any]:

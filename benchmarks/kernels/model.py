@@ -1,7 +1,7 @@
-"""What a kernel could reach on a GPU, from what it multiplies, what it moves, and what it was compiled to.
+"""Bound on a kernel's rate on a GPU, from its products, its traffic and its compiled code.
 
-A model, and a bound: it says what no schedule of these instructions exceeds. What nobody counts here, waits
-for memory that nothing hides and the order in which programs run, comes on top.
+No schedule of these instructions exceeds the bound. Uncounted costs, for example unhidden waits for memory
+and the order in which programs run, come on top.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from benchmarks.kernels.compiled import SHARED_MEMORY, Kernel
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates of a GPU, dense and without sparsity."""
+    """Dense rates of a GPU."""
 
     target: int
     flops: float
-    """Of bf16 a second."""
+    """bf16 operations per second."""
     l2: float
-    """Bytes a second from the second-level cache: measured by others on Hopper, scaled for the rest."""
+    """Bytes per second from the L2 cache: measured by others on Hopper, scaled for the rest."""
     memory: float
-    """Bytes a second."""
+    """Bytes per second from memory."""
     multiprocessors: int
     clock: float
-    """Cycles a second, at which ``flops`` was stated."""
+    """Cycles per second at which ``flops`` was stated."""
     warp_products: float
     """Fraction of ``flops`` that products of single warps reach."""
 
@@ -38,21 +38,22 @@ GPUS = {
 }
 # Per cycle and multiprocessor: bytes that products read from shared memory, exponentials, other operations.
 _SHARED_BYTES, _EXPONENTIALS, OPERATIONS = 128, 16, 128
-# Multiply-adds of bf16 per cycle and multiprocessor of Hopper.
+# Multiply-adds of bf16 per cycle and multiprocessor on Hopper.
 _MULTIPLY_ADDS = 2048
-# Of a row or a column of a warp group's product.
+# Bytes of a row or a column of a warp group's product.
 _INNER_BYTES = 32
-# Of a multiprocessor.
+# Registers of a multiprocessor.
 _REGISTERS = 65536
-# Heads of a program of the attention's forward, for kernels that only know one number of them; in these one
-# group of warps works between products while another one multiplies.
+# Heads per program of the attention's forward, for kernels that support only one number. In these one group
+# of warps works between products while another one multiplies.
 _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
 ROWS = "hopper_backward_rows_kernel"
 _ROWS_HEADS = 64
 _HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel", ROWS)
 SHARING = "hopper_backward_keys_kernel"
-# Rows that have a tile in common, as measured on selections of a small model trained on text: of 256 keys two
-# neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's keys.
+# Mean number of rows that share a tile, measured on selections of a small model trained on text. Of 256 keys
+# two neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's
+# keys.
 SHARERS = 1.87
 ATTENTION = (
     *("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel"),
@@ -64,29 +65,29 @@ DENSE = ("dense_lse_kernel", "dense_sum_kernel")
 
 @dataclass(frozen=True)
 class Work:
-    """Of one row of queries, or of a block of rows where programs share keys among them."""
+    """Work of one row of queries, or of a block of rows if its programs share keys."""
 
     programs: int
     flops: float
-    """Of its products, padding of heads included."""
+    """Operations of the products, padding of heads included."""
     useful: float
-    """Without padding."""
+    """Operations of the products without padding."""
     l2: float
-    """Bytes to and from the second-level cache."""
+    """Bytes to and from the L2 cache."""
     memory: float
-    """Bytes of these that no other program asks for."""
+    """L2 cache bytes that no other program asks for."""
     exponentials: float = 0
     operations: float = 0
-    """fp32 operations beside the products."""
+    """fp32 operations other than products."""
 
 
 def seconds(kernel: Kernel, work: Work, gpu: Gpu) -> float:
-    """Of this work on the whole GPU, busy with nothing else."""
+    """Return the seconds of the work on an otherwise idle GPU."""
     products = work.flops / gpu.flops / product_rate(kernel, gpu)
     cycles = work.exponentials / _EXPONENTIALS + work.operations / OPERATIONS
     between = cycles / gpu.multiprocessors / gpu.clock
-    # One block of warps in lockstep: what lies between the products of a tile hides behind none of them,
-    # unless another program has room beside it.
+    # One block of warps runs in lockstep: work between the products of a tile is hidden only if another
+    # program fits on the multiprocessor.
     if kernel.name in _HOPPER or (
         2 * kernel.shared <= SHARED_MEMORY[gpu.target]
         and 2 * 32 * kernel.warps * kernel.registers <= _REGISTERS
@@ -96,25 +97,25 @@ def seconds(kernel: Kernel, work: Work, gpu: Gpu) -> float:
 
 
 def product_rate(kernel: Kernel, gpu: Gpu) -> float:
-    """Fraction of the GPU's rate at which a kernel's products can be issued."""
+    """Return the fraction of the GPU's rate at which a kernel's products can be issued."""
     if kernel.mma > 0 or not (kernel.wgmma or kernel.tcgen05):
         return gpu.warp_products
     return operand_rate(kernel.products) if kernel.wgmma else 1.0
 
 
 def operand_rate(products: dict[str, int]) -> float:
-    """How busy products of warp groups keep the tensor cores while shared memory feeds them.
+    """Return the fraction of time in which warp groups keep the tensor cores busy, fed by shared memory.
 
-    ``m64n32k16`` takes 16 cycles and reads 3 KiB, for which shared memory takes 24. Its inner numbers are 32
-    bytes whatever they are: of FP8 there are 32, which take as long.
+    ``m64n32k16`` takes 16 cycles and reads 3 KiB, for which shared memory takes 24. The inner dimension is
+    always 32 bytes: 32 FP8 numbers take as long as 16 bf16 numbers.
     """
     busy = taken = 0.0
     for shape, count in products.items():
-        found = re.match(r"n(\d+)k\d+ from (\w+)", shape)
-        assert found is not None, shape
-        columns = int(found[1])
+        match = re.match(r"n(\d+)k\d+ from (\w+)", shape)
+        assert match is not None, shape
+        columns = int(match[1])
         compute = 64 * columns * _INNER_BYTES / 2 / _MULTIPLY_ADDS
-        read = _INNER_BYTES * (columns + (64 if found[2] == "memory" else 0)) / _SHARED_BYTES
+        read = _INNER_BYTES * (columns + (64 if match[2] == "memory" else 0)) / _SHARED_BYTES
         busy += count * compute
         taken += count * max(compute, read)
     return busy / taken if taken else 1.0
@@ -123,22 +124,22 @@ def operand_rate(products: dict[str, int]) -> float:
 def attention(
     kernel: Kernel, heads: int, topk: int, value_dim: int = 512, dim: int = 576, sharers: float = 1
 ) -> Work:
-    """A row of a kernel of the sparse attention, in two bytes a number.
+    """Return the work of a row in a sparse attention kernel, in two bytes per number.
 
     Args:
-        kernel: as compiled.
-        heads: of the row.
+        kernel: compiled kernel.
+        heads: heads of the row.
         topk: keys of the row.
-        value_dim: numbers of a value.
-        dim: numbers of a key.
-        sharers: rows that have a tile of keys in common, in the mean; the backward's kernel for Hopper
-            gathers it, and adds its gradient, once for all of them.
+        value_dim: width of a value.
+        dim: width of a key.
+        sharers: mean number of rows that share a tile of keys; Hopper's backward kernel gathers the tile, and
+            adds its gradient, once for all of them.
     """
     constants = kernel.constants
     if kernel.name == ROWS:
         programs = -(-heads // _ROWS_HEADS)
-        # Scores, gradients of probabilities, of queries, and of keys by two ways. A key is read in two bytes
-        # a number, and its gradient added in four.
+        # Products: scores, gradients of probabilities, of queries, and of keys in two ways. A key is read in
+        # two bytes per number, and its gradient added in four.
         width, moved = 3 * dim + 2 * value_dim, heads * (2 * dim + value_dim) * 2
         scores, wanted = programs * _ROWS_HEADS * topk, heads * topk
         return Work(
@@ -180,7 +181,7 @@ def attention(
 
 
 def indexer(kernel: Kernel, topk: int) -> Work:
-    """A row of a kernel of the indexer, in two bytes a number; for the slab a block of rows and of keys."""
+    """Return the work of a row in an indexer kernel, in two bytes per number; for the slab, of a block."""
     constants = kernel.constants
     heads, dim, keys = constants["HEADS"], constants["DIM"], constants["BLOCK_N"]
     if kernel.name == "score_slab_kernel":
@@ -198,10 +199,10 @@ def indexer(kernel: Kernel, topk: int) -> Work:
 
 
 def dense(kernel: Kernel, heads: int) -> Work:
-    """A block of rows and a tile of keys of the dense form's target, all heads, in two bytes a number."""
+    """Return the work of a block of rows and a tile of keys in the dense form, all heads, in bf16."""
     constants = kernel.constants
     rows, keys, dim = constants["BLOCK_M"], constants["BLOCK_N"], constants["DIM"]
-    # Queries and keys stream by in pieces, for each head again.
+    # Queries and keys are streamed in pieces, once more for each head.
     scores, moved = rows * keys * heads, (rows + keys) * heads * dim * 2
     flops = 2 * scores * dim
     return Work(1, flops, flops, moved, 0, scores, 4 * scores)

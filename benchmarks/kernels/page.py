@@ -1,4 +1,4 @@
-"""``python -m benchmarks.kernels.page``: tables of docs/design/gpu-kernels.md from the committed result."""
+"""``python -m benchmarks.kernels.page``: writes tables of docs/design/gpu-kernels.md from the results."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _GPUS = {"sm_80": ("A100",), "sm_90": ("H100", "H200"), "sm_100": ("B200",), "sm
 
 
 def tables(metrics: Mapping[str, Any]) -> str:
-    """A table for each target, in bf16.
+    """Return a table for each target, in bf16.
 
     Args:
-        metrics: of the case ``kernels-static``.
+        metrics: metrics of the case ``kernels-static``.
     """
     targets = ["\n".join(_table(target, metrics)) + "\n" for target in metrics["kernels"]]
     return "\n".join(["\n".join(_selection(metrics)) + "\n", *targets])
 
 
 def page(text: str, metrics: Mapping[str, Any]) -> str:
-    """The page with its tables replaced."""
+    """Return the page with its tables replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables(metrics)}\n{END}{after}"
 
 
 def _selection(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """The table of scores and selection, on the first of Hopper's GPUs."""
+    """Yield the table of scores and selection, on the first of Hopper's GPUs."""
     gpu, problems = next(iter(metrics["selection_ms"].items()))
     yield "### Scores and selection"
     yield ""

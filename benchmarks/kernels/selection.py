@@ -1,4 +1,4 @@
-"""Bounds of scores and the selection from them, causal rows: nothing is multiplied while rows select."""
+"""Time bounds of scores and their selection for causal rows; the two do not overlap."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.kernels.model import Gpu, Work
 
 LENGTHS = (8192, 32768, 131072)
 SCORES = "score_slab_kernel"
-# Instructions of the pass that lists a row's scores, for each; counted in what was compiled.
+# Instructions per score of the pass that lists a row's scores; counted in the compiled code.
 _LISTED = 29
-# Steps of both bisections, in the sample and in the list, for normally distributed scores: 10 and 14; in each
-# an entry is compared and counted.
+# Steps of both bisections, in the sample (10) and in the list (14), for normally distributed scores. A step
+# compares and counts every entry.
 _STEPS, _ENTRIES, _PER_ENTRY = 24, 4096, 2
 
 
@@ -28,11 +28,11 @@ def bounds(kernels: Mapping[str, Kernel], sizes: Mapping[str, tuple[int, int]], 
     """Return milliseconds by problem: ``scores``, ``selection`` and their sum ``both``.
 
     Args:
-        kernels: by the words of their call, those that form scores.
-        sizes: heads and their width, by the words of the call in bf16.
-        gpu: whose rates count; of numbers in FP8 twice the products.
+        kernels: score kernels by the words of their call.
+        sizes: index heads and their width, by the words of the call in bf16.
+        gpu: GPU with the rates; FP8 doubles the rate of products.
     """
-    found: dict[str, Any] = {}
+    milliseconds: dict[str, Any] = {}
     for words, (heads, dim) in sizes.items():
         for kind, called, bytes_of_one in (("bf16", words, 2), ("fp8", in_fp8(words), 1)):
             rates = replace(gpu, flops=gpu.flops * 2) if kind == "fp8" else gpu
@@ -43,14 +43,14 @@ def bounds(kernels: Mapping[str, Kernel], sizes: Mapping[str, tuple[int, int]], 
                     "selection": _selecting(selection(length), rates) * 1e3,
                 }
                 ms["both"] = ms["scores"] + ms["selection"]
-                found[f"S{length}, {heads} x {dim}, {kind}"] = {
+                milliseconds[f"S{length}, {heads} x {dim}, {kind}"] = {
                     name: round(each, 3) for name, each in ms.items()
                 }
-    return found
+    return milliseconds
 
 
 def scores(kernel: Kernel, length: int, size: int) -> Work:
-    """Return the work of all scores of ``length`` causal rows, in ``size`` bytes a number."""
+    """Return the work of all scores of ``length`` causal rows, in ``size`` bytes per number."""
     constants = kernel.constants
     heads, dim, keys, rows = (constants[name] for name in ("HEADS", "DIM", "BLOCK_N", "BLOCK_Q"))
     pairs = length * (length + 1) // 2
@@ -60,7 +60,7 @@ def scores(kernel: Kernel, length: int, size: int) -> Work:
 
 
 def selection(length: int) -> Work:
-    """Return the work of the selection from the scores of ``length`` causal rows, written before."""
+    """Return the work of the selection from stored scores of ``length`` causal rows."""
     pairs, rows = length * (length + 1) // 2, max(0, length - cases.TOPK)
     operations = pairs * _LISTED + rows * _STEPS * _ENTRIES * _PER_ENTRY
     return Work(1, 0, 0, pairs * 4, pairs * 4, operations=operations)

@@ -21,26 +21,26 @@ FEATURES: dict[str, dict[str, Any]] = {
     "swap-optimizer": {},
     "virtual-optimizer": {"virtual_optimizer": ["all"]},
 }
-"""Flags without leading dashes, and their switches where they need more than the name."""
+"""Flags without leading dashes, and their switches if a flag needs more than its name."""
 
 ACTIVATIONS = ("recompute-activation-function", "recompute-norm", "swap-attention")
 SAVED = {"reuse-fp32-param": 2, "swap-optimizer": 12, "virtual-optimizer": 8}
-"""Values of the formulas: bytes per parameter at rest, on one rank."""
+"""Formulas' values: bytes saved per parameter at rest, on one rank."""
 SWAP_TIMES = 16
 """Default of ``--swap-optimizer-times``: its peak over rest is 3 buffers of 12 / N bytes per parameter."""
-# For tests: everything is measured, on a model too small to say anything.
+# For tests: everything is measured, on a model too small for meaningful figures.
 QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2, long_sequences=4)
 STEPS = ("step", "long step")
 GATE_STEPS = 2
 
 
 def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
-        device: where.
-        quick: a model too small to say anything.
-        timed: names out of :data:`FEATURES` with commas between them: only the time of a step with these.
+        device: device to run on.
+        quick: a model too small for meaningful figures.
+        timed: comma-separated names in :data:`FEATURES`: measure only the time of a step with these.
     """
     sizes = QUICK if quick else FULL
     rounds = {"step": 7, "long step": 3} if timed is None else {"step": 2, "long step": 2}
@@ -53,11 +53,11 @@ def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
                 f"memory: --timed names {', '.join(sorted(unknown))}; use some of {', '.join(FEATURES)}"
             )
         return {**compare(names, sizes, rounds, device, bytes_too=False), **told}
-    found = compare(list(FEATURES), sizes, rounds, device)
-    found.update(swap_auto(sizes, rounds["step"], device))
-    rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
+    figures = compare(list(FEATURES), sizes, rounds, device)
+    figures.update(swap_auto(sizes, rounds["step"], device))
+    rest, peak = figures["device_bytes_per_param"], figures["device_peak_bytes_per_param"]
     return {
-        **found,
+        **figures,
         "saved_bytes_per_param": {name: rest["off"] - rest[name] for name in SAVED},
         "formula_bytes_per_param": {name: -saved for name, saved in SAVED.items()},
         "swap_optimizer_staging": {
@@ -69,31 +69,31 @@ def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
 
 
 def tokens_of(sizes: Sizes, command: str) -> int:
-    """Tokens of a step."""
+    """Return the tokens of a step."""
     return sizes.length * (sizes.sequences if command == "step" else sizes.long_sequences)
 
 
 def switches_of(name: str) -> dict[str, Any]:
-    """Arguments of ``mindspeed_dsa.enable`` for a feature of the list; without any for ``off``."""
+    """Return the arguments of ``mindspeed_dsa.enable`` for a feature; none for ``off``."""
     return {} if name == "off" else FEATURES[name] or {name.replace("-", "_"): True}
 
 
 def compare(
     names: Sequence[str], sizes: Sizes, rounds: Mapping[str, int], device: str, bytes_too: bool = True
 ) -> dict[str, dict[str, float]]:
-    """A job without features and one with each of them, in processes that alternate.
+    """Compare a job without features with one job for each feature, in processes that alternate.
 
-    All make the same steps, so that their weights can be compared at the end.
+    All jobs make the same steps, so that their weights can be compared at the end.
 
     Args:
-        names: of features.
-        sizes: of model and steps.
-        rounds: by kind of step, how often each job makes one.
-        device: where.
-        bytes_too: whether memory is measured beside the time of steps.
+        names: names of features.
+        sizes: sizes of model and steps.
+        rounds: number of steps that each job makes, by kind of step.
+        device: device to run on.
+        bytes_too: whether to measure memory in addition to the time of steps.
 
     Raises:
-        RuntimeError: they do not train to the same weights.
+        RuntimeError: the jobs do not train to the same weights.
     """
     with ExitStack() as stack:
         jobs = {
@@ -101,11 +101,11 @@ def compare(
             for name in ("off", *names)
         }
         require_same_training(list(jobs.values()))
-        found = _bytes(jobs) if bytes_too else {}
+        figures = _bytes(jobs) if bytes_too else {}
         for command, count in rounds.items():
-            found.update(step_ratios(list(jobs.values()), command, count))
+            figures.update(step_ratios(list(jobs.values()), command, count))
         _require_same_weights(list(jobs.values()))
-    return found
+    return figures
 
 
 AUTO: dict[str, dict[str, Any]] = {
@@ -116,23 +116,27 @@ AUTO: dict[str, dict[str, Any]] = {
 _UNDECIDED_STEPS = 2
 """Steps before ``--swap-attention auto`` decides."""
 _LINK = 0.75
-"""Rate of the link, by the bytes that all swaps of a step move over the seconds of a step: a forward, a third
-of the step, then hides half of the copies to the host, which are half of these bytes."""
+"""Rate of the link: bytes that all swaps of a step move, per duration of a step.
+
+A forward, a third of the step, then moves 0.75 / 3 = 1/4 of these bytes: half of the copies to the host.
+"""
 
 
 def swap_auto(sizes: Sizes, rounds: int, device: str) -> dict[str, dict[str, float]]:
-    """Swap everything, and what is hidden, beside a job without; on a CPU with copy engines of a chosen rate.
+    """Compare swapping everything, and swapping only what is hidden, with a job that swaps nothing.
+
+    On a CPU, copy engines of a chosen rate stand in for a device's.
 
     Args:
-        sizes: of model and steps.
-        rounds: how often each job makes a step.
-        device: where; only a CPU's link is chosen.
+        sizes: sizes of model and steps.
+        rounds: steps of each job.
+        device: device to run on; only a CPU's link rate is chosen.
 
     Returns:
-        Ratios of time, MiB that a step copies, and MiB of activations at their peak, by job; and the rate.
+        By job, ratios of time, MiB that a step copies, and peak MiB of activations; and the link's rate.
 
     Raises:
-        RuntimeError: they do not train to the same weights.
+        RuntimeError: the jobs do not train to the same weights.
     """
     environment, rate = {}, 0.0
     if device == "cpu":
@@ -174,7 +178,7 @@ def _rate_of_link(sizes: Sizes) -> float:
 
 def _bytes(jobs: Mapping[str, Child]) -> dict[str, dict[str, float]]:
     parameters = jobs["off"].ask("parameters")["parameters"]
-    found = {
+    figures = {
         metric: {name: job.ask(command)["bytes"] / parameters for name, job in jobs.items()}
         for metric, command in (
             ("device_bytes_per_param", "rest"),
@@ -183,13 +187,13 @@ def _bytes(jobs: Mapping[str, Child]) -> dict[str, dict[str, float]]:
     }
     peaks = {name: job.ask("activation peak")["bytes"] for name, job in jobs.items()}
     shown = [name for name in jobs if name == "off" or name in ACTIVATIONS]
-    found["activation_peak_ratio"] = {name: peaks[name] / peaks["off"] for name in shown}
-    found["activation_peak_mib"] = {name: peaks[name] / 2**20 for name in shown}
-    return found
+    figures["activation_peak_ratio"] = {name: peaks[name] / peaks["off"] for name in shown}
+    figures["activation_peak_mib"] = {name: peaks[name] / 2**20 for name in shown}
+    return figures
 
 
 def require_same_training(jobs: Sequence[Child]) -> None:
-    """The first steps, which also warm everything up; every feature is exact, so bits are compared."""
+    """Raise unless the first steps, which are also the warmup, agree in every bit: all features are exact."""
     off, *others = jobs
     for number in range(GATE_STEPS):
         steps = {child.name: child.ask("step") for child in jobs}
@@ -208,31 +212,31 @@ def _require_same_weights(jobs: Sequence[Child]) -> None:
 
 
 def step_ratios(jobs: Sequence[Child], command: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over rounds, in which each job makes one step, of the ratio on / off.
+    """Return medians over rounds of the ratio on / off; each job makes one step per round.
 
     Args:
-        jobs: the first one is the one without features.
-        command: a kind of step.
-        rounds: how many; each begins with another job.
+        jobs: jobs, the first one without features.
+        command: kind of step.
+        rounds: number of rounds; each begins with another job.
 
     Returns:
-        The ratios by clock, and the job's seconds without features, by their names in the result.
+        The ratios by clock, and the seconds of the job without features, by metric.
     """
     off, *others = jobs
-    found: dict[str, list[dict[str, float]]] = {"seconds": [], "cpu_seconds": []}
+    figures: dict[str, list[dict[str, float]]] = {"seconds": [], "cpu_seconds": []}
     for number in range(rounds):
         start = number % len(jobs)
         steps = {child.name: child.ask(command) for child in [*jobs[start:], *jobs[:start]]}
-        for clock, values in found.items():
+        for clock, values in figures.items():
             values.append({name: step[clock] for name, step in steps.items()})
         _say(f"{command}, round {number + 1} of {rounds}: {steps}")
     middle: Callable[[list[float]], float] = statistics.median
     metric = command.replace(" ", "_")
-    result = {f"{metric}_seconds_off": {c: middle([v[off.name] for v in found[c]]) for c in found}}
+    result = {f"{metric}_seconds_off": {c: middle([v[off.name] for v in figures[c]]) for c in figures}}
     for clock, name in (("seconds", "time"), ("cpu_seconds", "cpu_time")):
         result[f"{metric}_{name}_ratio"] = {
             off.name: 1.0,
-            **{on.name: middle([v[on.name] / v[off.name] for v in found[clock]]) for on in others},
+            **{on.name: middle([v[on.name] / v[off.name] for v in figures[clock]]) for on in others},
         }
     return result
 

@@ -1,7 +1,7 @@
-"""A job in a separate process that is controlled by its parent, so that two jobs can alternate.
+"""Job in a separate process that its parent controls, so that two jobs can alternate.
 
-``python -m benchmarks.memory.child SIZES SWITCHES DEVICE``; reads names of commands from stdin, one per line,
-and answers each with one line of JSON.
+``python -m benchmarks.memory.child SIZES SWITCHES DEVICE`` reads commands from stdin, one per line, and
+answers each of them with one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER = "answer:"
 
 
 class Child:
-    """The parent's side; a context manager that terminates the process."""
+    """Parent's side of a job; a context manager that terminates the process."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class Child:
         module: str = __spec__.name,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            name: for messages.
-            sizes: a dataclass.
+            name: job's name for messages.
+            sizes: dataclass of sizes.
             switches: arguments of ``mindspeed_dsa.enable``.
-            device: where.
-            module: whose ``main`` serves commands.
-            environment: variables that only this job has.
+            device: device to run on.
+            module: module whose ``main`` serves commands.
+            environment: additional environment variables of this job.
         """
         root = Path(__file__).parents[2]
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,7 +66,7 @@ class Child:
         """Send a command and return the answer.
 
         Raises:
-            RuntimeError: it has ended instead.
+            RuntimeError: the job exited instead.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -80,7 +80,7 @@ class Child:
 
 
 def timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a step returns, and the seconds that it took, of the wall's clock and of the process."""
+    """Run a step; return its figures, and its seconds of wall-clock and CPU time."""
     started, cpu_started = time.perf_counter(), time.process_time()
     found = step()
     return {
@@ -109,7 +109,7 @@ def serve(job: Any, commands: Mapping[str, Callable[[Any], dict[str, Any]]]) -> 
 
 
 def main(sizes: str, switches: str, device: str) -> None:
-    """The job of this case."""
+    """Serve the commands of this case's job."""
     serve(Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device}), COMMANDS)
 
 

@@ -1,7 +1,7 @@
-"""A CPU whose side streams copy beside its computation, over a link of a chosen rate.
+"""CPU platform whose side streams copy during computation, over a link of a chosen rate.
 
-The platform stands for a device with copy engines: each side stream has a thread, which makes its copies in
-order and then sleeps for as long as the link would have taken. Megatron, kernels and memory are the CPU's.
+It emulates a device with copy engines: each side stream has a thread, which makes its copies in order and
+then sleeps for the link's time. Megatron, kernels and memory are the CPU's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from mindspeed_dsa.platforms.cpu import DEFAULT_STREAM, CpuEvent, CpuPlatform, CpuStream, current_stream
 
 VARIABLE = "BENCHMARK_COPY_ENGINE"
-"""Environment variable of a job that is to run on it: bytes a second and direction."""
+"""Environment variable that selects this platform in a job: bytes per second and direction."""
 
 
 class EngineStream(CpuStream):
-    """A queue of copies and events, worked off by a thread."""
+    """Queue of copies and events, processed by a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class EngineStream(CpuStream):
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Do something when all before it is done."""
+        """Queue ``work`` behind all earlier work."""
         self._work.put(work)
 
     def synchronize(self) -> None:
@@ -44,14 +44,14 @@ class EngineStream(CpuStream):
 
 
 class EngineEvent(CpuEvent):
-    """A point in the order of a side stream, or of the host, which is past when it is recorded."""
+    """Event on a side stream, or on the host, where it is complete once recorded."""
 
     def __init__(self, timing: bool = False) -> None:
         super().__init__(enable_timing=timing)
         self._past = threading.Event()
 
     def record(self, stream: Any = None) -> None:
-        """Record on a stream, by default the current one."""
+        """Record the event on a stream, by default the current one."""
         stream = current_stream() if stream is None else stream
         if isinstance(stream, EngineStream):
             stream.put(self._pass)
@@ -63,7 +63,7 @@ class EngineEvent(CpuEvent):
         self._past.set()
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream wait, by default the current one; the host's own blocks."""
+        """Make a stream wait, by default the current one; the host blocks."""
         stream = current_stream() if stream is None else stream
         if isinstance(stream, EngineStream):
             stream.put(self.synchronize)
@@ -71,11 +71,11 @@ class EngineEvent(CpuEvent):
             self._past.wait()
 
     def query(self) -> bool:
-        """Return whether it is past."""
+        """Return whether the event is complete."""
         return self._past.is_set()
 
     def synchronize(self) -> None:
-        """Block until it is past."""
+        """Block until the event is complete."""
         self._past.wait()
 
 
@@ -83,10 +83,10 @@ class CopyEnginePlatform(CpuPlatform):
     """CPU platform whose copies on side streams take a link's time and none of the computation's.
 
     Args:
-        rate: bytes a second, in each direction.
+        rate: bytes per second in each direction.
 
     Attributes:
-        copied: bytes so far.
+        copied: bytes copied so far.
     """
 
     asynchronous = True
@@ -110,7 +110,7 @@ class CopyEnginePlatform(CpuPlatform):
             stream.synchronize()
 
     def copy_async(self, destination: Tensor, source: Tensor) -> EngineEvent:
-        """Copy on the current stream; on the host's own at once."""
+        """Copy on the current stream; on the host's own stream copy at once."""
         stream = current_stream()
         assert isinstance(stream, EngineStream) or stream is DEFAULT_STREAM
 

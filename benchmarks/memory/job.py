@@ -1,4 +1,4 @@
-"""The measured job: a bf16 GPT trained by Megatron's schedule, DDP and distributed optimizer on one rank."""
+"""Measured job: a bf16 GPT trained by Megatron's schedule, DDP and distributed optimizer on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Reduce = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Sizes(ModelSizes):
-    """Sizes of the model and of a step, and of a long one."""
+    """Sizes of the model, of a step and of a long step."""
 
     ffn: int
     long_sequences: int
@@ -36,7 +36,7 @@ class Job:
     """Model and optimizer, and the measured operations.
 
     Args:
-        sizes: of model and step.
+        sizes: sizes of model and step.
         switches: arguments of ``mindspeed_dsa.enable``; if empty, nothing is enabled.
     """
 
@@ -58,24 +58,24 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def step(self, sequences: int | None = None) -> dict[str, float]:
-        """One training step: its loss and gradient norm.
+        """Run one training step; return its loss and gradient norm.
 
         Args:
-            sequences: of the step, in microbatches of ``sizes.sequences``; by default one microbatch.
+            sequences: sequences of the step, in microbatches of ``sizes.sequences``; default: one microbatch.
         """
         loss = self.forward_backward((sequences or self._sizes.sequences) // self._sizes.sequences)
         return {"loss": loss, "norm": self.update()}
 
     def long_step(self) -> dict[str, float]:
-        """A step of ``sizes.long_sequences``."""
+        """Run a step of ``sizes.long_sequences``."""
         return self.step(self._sizes.long_sequences)
 
     def forward_backward(self, microbatches: int = 1) -> float:
-        """The first half of a step; returns the mean loss."""
+        """Run forward and backward of a step; return the mean loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.zero_grad_buffer()
@@ -93,47 +93,47 @@ class Job:
         return sum(float(result["loss"]) for result in results) / microbatches
 
     def update(self) -> float:
-        """The second half: returns the gradient norm."""
+        """Run the optimizer; return the gradient norm."""
         _, norm, _ = self.optimizer.step()
         platforms.current().synchronize()
         return float(norm)
 
     def state_bytes(self) -> int:
-        """Device bytes of weights and optimizer state: all live storages except gradients and scratch."""
+        """Return device bytes of weights and optimizer state: live storages except gradients and scratch."""
         from megatron.core import parallel_state
 
         buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
         gradients = [buffer.grad_data for buffer in buffers]
-        # Buffer for attention scores, kept from step to step.
+        # Buffer for attention scores, which is kept between steps.
         scratch = parallel_state.get_global_memory_buffer().buffer.values()
         return live_bytes() - self._before - storage_bytes([*gradients, *scratch])
 
     def update_peak(self) -> int:
-        """Peak bytes of weights and optimizer state on the device during the second half of a step."""
-        # gloo's threads free their buffers some time after they are done, possibly during the update.
+        """Return peak device bytes of weights and optimizer state during the optimizer's step."""
+        # gloo's threads free their buffers with a delay, possibly during the update: take the least of three.
         return min(
             self.state_bytes() + peak_bytes(self.update, lead_in=self.forward_backward) for _ in range(3)
         )
 
     def activation_peak(self) -> int:
-        """Peak bytes of forward and backward, excluding weights, optimizer state and gradients."""
+        """Return peak bytes of forward and backward, without weights, optimizer state and gradients."""
         peak = peak_bytes(self.forward_backward)
         self.update()
         return peak
 
     def copied(self) -> int:
-        """Bytes that side streams have copied so far, on a platform that counts them."""
+        """Return the bytes that side streams have copied so far, on a platform that counts them."""
         return int(getattr(platforms.current(), "copied", 0))
 
     def digest(self) -> str:
-        """SHA-256 over all weights."""
-        found = hashlib.sha256()
+        """Return the SHA-256 digest of all weights."""
+        digest = hashlib.sha256()
         for parameter in self.model.parameters():
-            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def _batch(self, place: int) -> Tensor:
-        """Tokens of a microbatch of the next step, ``[sequences, length + 1]``."""
+        """Return the tokens of a microbatch of the next step, ``[sequences, length + 1]``."""
         shape = (self._sizes.sequences, self._sizes.length + 1)
         generator = torch.Generator().manual_seed(1000 * place + self._number)
         tokens = torch.randint(self._sizes.vocabulary, shape, generator=generator)
@@ -141,7 +141,7 @@ class Job:
 
 
 def _start(switches: Mapping[str, Any]) -> None:
-    """Features on, and process groups of one rank."""
+    """Enable the features, and create process groups of one rank."""
     import mindspeed_dsa
 
     if rate := os.environ.get(copy_engine.VARIABLE):
@@ -159,7 +159,7 @@ def _start(switches: Mapping[str, Any]) -> None:
 
 
 def _configs(sizes: Sizes) -> tuple[Any, Any, Any]:
-    """Megatron's configurations of model, data parallelism and optimizer."""
+    """Return Megatron's configurations of model, data parallelism and optimizer."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -204,7 +204,7 @@ def _gpt(config: Any, sizes: Sizes) -> Any:
 def _forward(
     iterator: Any, model: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
-    """Megatron's forward step: losses of all tokens, and the function that reduces them."""
+    """Run Megatron's forward step: return the losses of all tokens, and the function that reduces them."""
     tokens = next(iterator)  # [sequences, length + 1]
     length = tokens.size(1) - 1
     positions = torch.arange(length, device=tokens.device).expand(tokens.size(0), length)

@@ -1,6 +1,6 @@
 """Bytes on the device: live storages, and allocated memory.
 
-On a CPU the device is torch's allocator, and host memory is that of this library's pool.
+On a CPU the device is torch's allocator, and host memory is this library's pool.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from mindspeed_dsa.platforms import host_pool
 
 
 def live_bytes() -> int:
-    """Bytes of the storages on the device of all tensors that Python can reach, each storage once."""
+    """Return the bytes of device storages of all tensors that Python can reach, each storage once."""
     gc.collect()
     return storage_bytes(each for each in gc.get_objects() if _is_on_device(each))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each storage once."""
+    """Return the bytes of the tensors' storages, each storage once."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
 def _is_on_device(candidate: Any) -> bool:
-    # By type: isinstance would query proxies such as torch's lazy modules, and load them.
+    # Compare types: isinstance would query proxies, for example torch's lazy modules, and load them.
     return (
         issubclass(type(candidate), Tensor)
-        and not issubclass(type(candidate), DTensor)  # what it wraps is found as well
+        and not issubclass(type(candidate), DTensor)  # the wrapped tensor is counted itself
         and candidate.device.type == platforms.current().device_type
         and _has_storage(candidate)
         and not host_pool.shared.holds(candidate)
@@ -44,7 +44,7 @@ def _is_on_device(candidate: Any) -> bool:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Return whether the tensor has memory: compilation leaves fake tensors, which name a device only."""
+    """Return whether the tensor has memory: compilation leaves fake tensors, which only name a device."""
     if issubclass(type(tensor), FakeTensor):
         return False
     try:
@@ -59,7 +59,7 @@ def allocations(held: list[int]) -> Iterator[None]:
     """Append the bytes held after each allocation and release, as torch's CPU allocator reports them.
 
     Args:
-        held: its last item is the level at which the block begins.
+        held: list of levels; its last item is the level at which the block begins.
     """
     with _profiled() as events:
         yield
@@ -68,12 +68,10 @@ def allocations(held: list[int]) -> Iterator[None]:
 
 
 def peak_bytes(work: Callable[[], Any], lead_in: Callable[[], Any] = lambda: None) -> int:
-    """Peak bytes held on the device during ``work``, minus the level before ``lead_in``.
-
-    The CPU's allocator reports the release only of allocations that it has recorded, so both are recorded.
-    """
+    """Return peak bytes held on the device during ``work``, minus the level before ``lead_in``."""
     platform = platforms.current()
     if platform.name == "cpu":
+        # The CPU's allocator reports the release only of allocations that it recorded: record both functions.
         with _profiled() as events:
             lead_in()
             with torch.autograd.profiler.record_function(_WORK):
@@ -93,11 +91,14 @@ def peak_bytes(work: Callable[[], Any], lead_in: Callable[[], Any] = lambda: Non
 
 
 def profiled_levels(work: Callable[[], Any], mark: str) -> tuple[list[tuple[int, int]], list[int]]:
-    """Run ``work`` on a CPU: time and bytes held after each allocation and release, and the times of a mark.
+    """Run ``work`` on a CPU; return levels, and the times of a mark in ns.
 
     Args:
-        work: what is profiled.
+        work: function to profile.
         mark: name of a ``record_function``.
+
+    Returns:
+        Pairs of time in ns and bytes held after each allocation and release; times at which the mark began.
     """
     with _profiled() as events:
         work()
@@ -109,10 +110,10 @@ _WORK = "benchmarks.memory: work"
 
 @contextmanager
 def _profiled() -> Iterator[list[Any]]:
-    """Collect the events that torch's profiler records in the block in a list."""
+    """Yield a list that gets the torch profiler's events of the block when it ends."""
     events: list[Any] = []
     gc.collect()
-    gc.disable()  # garbage from before must not be freed meanwhile
+    gc.disable()  # earlier garbage must not be freed meanwhile
     try:
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield events
@@ -122,7 +123,7 @@ def _profiled() -> Iterator[list[Any]]:
 
 
 def _levels(events: Iterable[Any]) -> list[tuple[int, int]]:
-    """Time in ns and bytes held, over those before, after each of the allocator's events."""
+    """Return the time in ns, and the bytes held above the initial level, after each allocator event."""
     memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
     levels = accumulate(event.nbytes() for event in memory)
     return [(event.start_ns(), level) for event, level in zip(memory, levels, strict=True)]

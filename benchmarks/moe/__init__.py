@@ -1,4 +1,4 @@
-"""Mixture of experts on two ranks connected by a slow link: cells of their own, each runnable alone."""
+"""Mixture of experts on two ranks connected by a slow link, in cells that can run separately."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ CELLS = {
     "grouped": "benchmarks.moe.grouped",
     "placement": "benchmarks.moe.placement",
 }
-"""By the name that ``--only`` takes: a module."""
+"""Cell's module by its name for ``--only``."""
 
 run = CellCase("moe", CELLS, "benchmarks.moe.trace")

@@ -1,4 +1,4 @@
-"""Hot experts' weights that travel to the tokens: what that does to a skewed layer, and to an even one."""
+"""Hot experts' weights that move to the tokens: effect on a skewed layer, and on an even one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from benchmarks.moe.problem import QUICK, Sizes, deviation, layer, minima, start
 from benchmarks.registry import Metrics
 
 SKEWED, EVEN = 1.2, 0.0
-"""Exponents of Zipf's law for the popularity of experts, whose most popular ones are neighbours."""
+"""Zipf exponents of the experts' popularity; the most popular experts are neighbours."""
 WAYS = ("stock", "balanced", "overlapped", "both")
 _ROUNDS = 5
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     sizes = QUICK if quick else replace(Sizes(), rounds=_ROUNDS)
     with LinkBed(2, link) as bed:
         skewed = bed.run("benchmarks.moe.balanced:measure", sizes=sizes, zipf=SKEWED)
@@ -42,9 +42,9 @@ def metrics(skewed: Mapping[str, Any], even: Mapping[str, Any], four: Mapping[st
     """Convert measured times to ratios.
 
     Args:
-        skewed: of :func:`measure`, with popular experts.
-        even: of :func:`measure`, without.
-        four: of :func:`balance` with four ranks.
+        skewed: result of :func:`measure` with popular experts.
+        even: result of :func:`measure` without.
+        four: result of :func:`balance` with four ranks.
     """
 
     def wall(found: Mapping[str, Any]) -> dict[str, float]:
@@ -74,7 +74,7 @@ def metrics(skewed: Mapping[str, Any], even: Mapping[str, Any], four: Mapping[st
 
 
 def measure(sizes: Sizes, zipf: float) -> dict[str, Any]:
-    """Times of the layer's variants, and how rows lie on the ranks; the same on all ranks."""
+    """Return times of the layer's variants and the balance of rows, the same on all ranks."""
     start(balanced_moe_experts=True, **overlap.SWITCH)
     built, step = _problem(sizes, zipf)
 
@@ -90,7 +90,7 @@ def measure(sizes: Sizes, zipf: float) -> dict[str, Any]:
 
 
 def balance(sizes: Sizes, zipf: float) -> dict[str, Any]:
-    """How rows lie on the ranks, where matmuls are slow and the link is fast."""
+    """Return the balance of rows if matmuls are slow and the link is fast."""
     start(
         balanced_moe_experts=True,
         balanced_moe_matmul_rate=1e-6,
@@ -101,18 +101,18 @@ def balance(sizes: Sizes, zipf: float) -> dict[str, Any]:
 
 
 def _problem(sizes: Sizes, zipf: float) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
-    """A layer whose router is as skewed as asked for, on tokens of its own in each rank."""
+    """Build a layer with a skewed router, and a step on tokens that differ by rank."""
     built = layer(sizes)
     skew(built.router, sizes, zipf)
     return built, step_of(built, sizes)
 
 
 def skew(router: Any, sizes: Sizes, zipf: float) -> None:
-    """Have a router of Megatron's prefer experts by Zipf's law, which it still learns from.
+    """Make Megatron's router prefer experts by Zipf's law; the router still gets gradients.
 
     Args:
-        router: gets ``sizes.tokens`` tokens of each rank at once.
-        sizes: of the layer.
+        router: router that gets ``sizes.tokens`` tokens of its rank at once.
+        sizes: layer's sizes.
         zipf: exponent; 0 spreads tokens evenly.
     """
     noise = torch.Generator().manual_seed(100 + dist.get_rank())
@@ -125,20 +125,20 @@ def skew(router: Any, sizes: Sizes, zipf: float) -> None:
 
 
 def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple[str, ...]) -> dict[str, Any]:
-    """Deviation of the variants, rows of the most loaded rank over the mean, and what was moved."""
+    """Return the variants' deviation, the most loaded rank's rows over the mean, and the experts moved."""
     from mindspeed_dsa.features.moe.balanced_experts import layer as feature
 
-    found: dict[str, Any] = {"imbalance": {}, "deviation": 0.0, "rates": {}, "experts_moved": 0}
+    figures: dict[str, Any] = {"imbalance": {}, "deviation": 0.0, "rates": {}, "experts_moved": 0}
     choose, rates_of = feature.choose, feature.rates_of
 
     def chosen(*arguments: Any) -> Any:
         plan = choose(*arguments)
-        found["experts_moved"] = len(plan.experts)
+        figures["experts_moved"] = len(plan.experts)
         return plan
 
     def rates(*arguments: Any) -> Any:
         known = rates_of(*arguments)
-        found["rates"] = {"TFLOP/s": known.matmul / 1e12, "GB/s": known.link / 1e9}
+        figures["rates"] = {"TFLOP/s": known.matmul / 1e12, "GB/s": known.link / 1e9}
         return known
 
     with mock.patch.object(feature, "choose", chosen), mock.patch.object(feature, "rates_of", rates):
@@ -148,12 +148,12 @@ def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple
             with way(name), rows as computed:
                 results = step()
             expected = expected or results
-            found["deviation"] = max(found["deviation"], deviation(results, expected))
+            figures["deviation"] = max(figures["deviation"], deviation(results, expected))
             loads = torch.tensor([0.0] * dist.get_world_size())
             loads[dist.get_rank()] = computed[0]
             dist.all_reduce(loads)
-            found["imbalance"][name] = float(loads.max() / loads.mean())
-    return found
+            figures["imbalance"][name] = float(loads.max() / loads.mean())
+    return figures
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def _rows(built: Any) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def way(name: str) -> Iterator[None]:
-    """How the layer works in the block: ``stock``, ``balanced``, ``overlapped``, or ``both``."""
+    """Run the layer in the block as ``stock``, ``balanced``, ``overlapped``, or ``both``."""
     from mindspeed_dsa.features.moe.balanced_experts import layer as feature
 
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Grouped experts beside Megatron's sequential ones on one core: time, share of the matmul rate, copies.
+"""Grouped experts compared with Megatron's sequential ones on one core: time, matmul rate, copies.
 
-Measured in a process of its own, ``python -m benchmarks.moe.grouped``.
+Measured in a separate process, ``python -m benchmarks.moe.grouped``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULES = ("sequential", "grouped")
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries; nothing goes over the link."""
+    """Return the cell's entries; the link is not used."""
     sizes = {"experts": 4, "rows": 64, "rounds": 1, "widths": [(32, 16)]} if quick else {}
     root = Path(__file__).parents[2]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -50,29 +50,29 @@ def metrics(found: Mapping[str, Any]) -> Metrics:
     """Convert measured times to ratios.
 
     Args:
-        found: by widths, of :func:`measure`.
+        found: results of :func:`measure` by widths.
     """
     ratios = {
         name: {
-            "speedup": each["milliseconds"]["sequential"] / each["milliseconds"]["grouped"],
-            "fraction": each["milliseconds"]["matmuls"] / each["milliseconds"]["products"],
+            "speedup": figures["milliseconds"]["sequential"] / figures["milliseconds"]["grouped"],
+            "fraction": figures["milliseconds"]["matmuls"] / figures["milliseconds"]["products"],
         }
-        for name, each in found.items()
+        for name, figures in found.items()
     }
     return {
-        "grouped_matmul_speedup": min(each["speedup"] for each in ratios.values()),
-        "grouped_fraction_of_matmul": min(each["fraction"] for each in ratios.values()),
-        "grouped_weight_copies_per_step": max(each["copies"] for each in found.values()),
-        "grouped": {name: {**each, **found[name]["milliseconds"]} for name, each in ratios.items()},
-        "grouped_deviation": max(each["deviation"] for each in found.values()),
+        "grouped_matmul_speedup": min(figures["speedup"] for figures in ratios.values()),
+        "grouped_fraction_of_matmul": min(figures["fraction"] for figures in ratios.values()),
+        "grouped_weight_copies_per_step": max(figures["copies"] for figures in found.values()),
+        "grouped": {name: {**figures, **found[name]["milliseconds"]} for name, figures in ratios.items()},
+        "grouped_deviation": max(figures["deviation"] for figures in found.values()),
     }
 
 
 def measure(hidden: int, ffn: int, experts: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Least milliseconds of alternating variants, forward and backward into ``main_grad``, in fp32.
+    """Return least milliseconds of alternating variants, forward and backward into ``main_grad``, in fp32.
 
-    Variants: ``sequential`` and ``grouped``, Megatron's modules below its DDP; ``products``, the six grouped
-    matmuls of the grouped module alone, and ``matmuls``, six of the same size with one matrix each.
+    Variants: ``sequential`` and ``grouped`` are Megatron's modules under its DDP. ``products`` is only the
+    six grouped matmuls of the grouped module, and ``matmuls`` six of the same size with one matrix each.
 
     Raises:
         RuntimeError: outputs or gradients of the modules differ.
@@ -97,7 +97,7 @@ def measure(hidden: int, ffn: int, experts: int, rows: int, rounds: int) -> dict
 
 
 def uneven(experts: int, rows: int) -> list[int]:
-    """Rows of each expert, by a law of popularity with exponent 1/2, in no order; some have few."""
+    """Return shuffled row counts of experts with popularity ``rank ** -0.5``; some have few."""
     popularity = torch.arange(1, experts + 1).double().rsqrt()
     drawn = torch.multinomial(popularity, rows, True, generator=torch.Generator().manual_seed(0))
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(1))
@@ -162,7 +162,7 @@ def _compare(modules: Mapping[str, Any], counts: Sequence[int], hidden: int) -> 
 
 
 def _products(module: Any, counts: Sequence[int]) -> Callable[[], object]:
-    """Forward, dX and dW of both layers, with one matrix for each number of rows."""
+    """Return a function for forward, dX and dW of both layers, with one matrix for each number of rows."""
     from mindspeed_dsa.ops.grouped_matmul import Groups
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu
 
@@ -183,7 +183,7 @@ def _products(module: Any, counts: Sequence[int]) -> Callable[[], object]:
 
 
 class _WeightCopies(TorchDispatchMode):
-    """Counts copies of tensors of a stack's size or more."""
+    """Counter of copies of tensors at least as large as a stack."""
 
     _KINDS = ("clone", "copy_", "_to_copy", "contiguous", "stack", "cat")
 
@@ -200,8 +200,8 @@ class _WeightCopies(TorchDispatchMode):
 
 
 def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Least milliseconds of alternating variants; a first round is discarded."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    """Return least milliseconds of alternating variants; the first round is discarded."""
+    samples: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(rounds + 1):
         first = number % len(names)
@@ -209,8 +209,8 @@ def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
             start = time.perf_counter()
             works[name]()
             if number:
-                found[name].append(1e3 * (time.perf_counter() - start))
-    return {name: min(times) for name, times in found.items()}
+                samples[name].append(1e3 * (time.perf_counter() - start))
+    return {name: min(times) for name, times in samples.items()}
 
 
 def main(sizes: Mapping[str, Any]) -> None:
@@ -227,13 +227,13 @@ def main(sizes: Mapping[str, Any]) -> None:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     experts, rows = sizes.get("experts", EXPERTS), sizes.get("rows", ROWS)
-    found = {
+    results = {
         f"{experts} experts, {hidden} x {ffn}": measure(
             hidden, ffn, experts, rows, sizes.get("rounds", ROUNDS)
         )
         for hidden, ffn in sizes.get("widths", WIDTHS)
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

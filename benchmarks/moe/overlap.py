@@ -1,4 +1,4 @@
-"""All-to-alls under the shared expert and the experts' weight gradients: what of them is hidden."""
+"""All-to-alls under the shared expert and the experts' weight gradients: the hidden fraction."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WORK = {
     "combine backward": ("shared fc2 backward", "shared fc1 backward"),
     "dispatch backward": ("expert weight gradients",),
 }
-"""What is placed under each transfer."""
+"""Work placed under each transfer."""
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.moe.overlap:measure", sizes=QUICK if quick else SIZES)[0]
     print(f"overlap: {found}", file=sys.stderr, flush=True)
@@ -39,14 +39,14 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def metrics(found: Mapping[str, Any]) -> Metrics:
-    """Convert measured times to ratios, all of medians.
+    """Convert measured times to ratios of medians.
 
-    Over a link gloo's all-to-all takes one of two times, one about 1.7 times the other, as its two directions
-    do or do not run at once. A step has four of them, so its least time and a transfer's least time do not
-    belong together.
+    Over a link gloo's all-to-all takes one of two times, one about 1.7 times the other, depending on whether
+    its two directions run at once. A step has four of them, so its least time and a transfer's least time do
+    not belong together.
 
     Args:
-        found: of :func:`measure`.
+        found: result of :func:`measure`.
     """
     wall = {name: 1e3 * timing.median for name, timing in found["times"].items()}
     covered = {name: min(wall[_transfer(name)], sum(wall[work] for work in WORK[name])) for name in TRANSFERS}
@@ -67,12 +67,12 @@ def metrics(found: Mapping[str, Any]) -> Metrics:
 
 
 def _transfer(name: str) -> str:
-    """Backward moves what forward moved, the other way."""
+    """Return the name of a transfer's measurement; backward moves the same rows the other way."""
     return f"transfer of {name.removesuffix(' backward')}"
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Times of the layer's variants, of transfers and of the work under them; the same on all ranks."""
+    """Return times of variants, of transfers and of the work under them, the same on all ranks."""
     start(**SWITCH)
     built = layer(sizes)
     step = step_of(built, sizes)
@@ -103,10 +103,10 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def way(name: str) -> Iterator[None]:
-    """How the layer works in the block.
+    """Run the layer's variant in the block.
 
-    ``stock``, ``overlapped`` as shipped, ``shared expert alone``: weight gradients where stock has them,
-    ``no transfers``: stock with a copy in place of every all-to-all, whose rows are then wrong.
+    ``stock``; ``overlapped`` as shipped; ``shared expert alone`` with weight gradients where stock has them;
+    ``no transfers``, stock with a copy in place of every all-to-all, so that its rows are wrong.
     """
     from mindspeed_dsa.features.moe.alltoall_overlap import layer as feature
     from mindspeed_dsa.parallel.weight_gradients import defer_gradients
@@ -124,14 +124,14 @@ def way(name: str) -> Iterator[None]:
 
 
 def copy_rows(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
-    """In place of ``all_to_all_single``: as many rows as fit, without a transfer."""
+    """Copy as many rows as fit, without a transfer, in place of ``all_to_all_single``."""
     rows = min(len(output), len(input))
     output[:rows].copy_(input[:rows])
     output[rows:].zero_()
 
 
 def _transfers(built: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Each all-to-all alone, with the splits of the last forward."""
+    """Return each all-to-all by itself, with the splits of the last forward."""
     dispatcher, group = built.token_dispatcher, built.token_dispatcher.ep_group
     sent, received = ([int(n) for n in each] for each in (dispatcher.input_splits, dispatcher.output_splits))
     tokens, probs = torch.randn(sum(sent), sizes.hidden), torch.randn(sum(sent))
@@ -152,7 +152,7 @@ def _transfers(built: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
 
 
 def _work(built: Any, sizes: Sizes) -> dict[str, Timing]:
-    """Times of the work that is placed under transfers, alone."""
+    """Time the work placed under transfers, without the transfers."""
     marks: list[tuple[float, float]] = []
 
     def mark(*_: Any) -> None:
@@ -166,13 +166,13 @@ def _work(built: Any, sizes: Sizes) -> dict[str, Timing]:
     hook = shared.linear_fc2.register_forward_pre_hook(between)
     products = _weight_gradients(built, sizes)
     names = [name for works in WORK.values() for name in works]
-    found: dict[str, list[Timing]] = {name: [] for name in names}
+    timings: dict[str, list[Timing]] = {name: [] for name in names}
     for _ in range(sizes.rounds):
         marks.clear()
         rows = torch.randn(sizes.tokens, 1, sizes.hidden, requires_grad=True)
         grad = torch.randn_like(rows)
         dist.barrier()
-        mark()  # ... and before fc2
+        mark()  # the hook marks before fc2, too
         output = shared(rows)
         mark()
         output.backward(grad)  # marks once fc2's backward is done
@@ -184,13 +184,13 @@ def _work(built: Any, sizes: Sizes) -> dict[str, Timing]:
             pairwise(marks),
             strict=True,
         ):
-            found[name].append(Timing(last[0] - first[0], last[1] - first[1]))
+            timings[name].append(Timing(last[0] - first[0], last[1] - first[1]))
     hook.remove()
-    return {name: summary(times) for name, times in found.items()}
+    return {name: summary(times) for name, times in timings.items()}
 
 
 def _weight_gradients(built: Any, sizes: Sizes) -> Callable[[], None]:
-    """The matmuls of the experts' weight gradients, for as many rows as arrived here."""
+    """Return the matmuls of the experts' weight gradients, for the number of rows that arrived here."""
     weights = [weight for weight in built.experts.parameters() if weight.dim() == 2]
     arrived = sum(int(n) for n in built.token_dispatcher.output_splits)
     rows = arrived // built.num_local_experts

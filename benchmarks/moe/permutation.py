@@ -1,7 +1,7 @@
-"""The fused permutation of tokens by expert beside Megatron's own functions: bytes and time, on one core.
+"""Fused permutation of tokens by expert, compared with Megatron's functions: bytes and time on one core.
 
-What an alltoall dispatcher calls, without the transfers: permute, sort chunks by local expert, back again,
-unpermute, add a shared expert's output; forward and backward. Needs no link.
+Makes an alltoall dispatcher's calls without the transfers, forward and backward: permute, sort chunks by
+local expert, sort them back, unpermute, add a shared expert's output. Needs no link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKENS, _HIDDEN, _ROUNDS = 2048, 1024, 9
 
 
 class Written(TorchDispatchMode):
-    """Bytes of all results that are not views."""
+    """Counter of the bytes of all results that are not views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,18 +48,18 @@ class Written(TorchDispatchMode):
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries; the link is not used."""
+    """Return the cell's entries; the link is not used."""
     import mindspeed_dsa
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with mindspeed_dsa.enabled(**SWITCH):
-            found = {name: _measure(quick, *case) for name, case in CASES.items()}
+            figures = {name: _measure(quick, *case) for name, case in CASES.items()}
     finally:
         torch.set_num_threads(threads)
-    print(f"permutation: {found}", file=sys.stderr, flush=True)
-    return {"permutation": found}
+    print(f"permutation: {figures}", file=sys.stderr, flush=True)
+    return {"permutation": figures}
 
 
 def _measure(quick: bool, ranks: int, experts: int, topk: int, dtype: torch.dtype) -> Metrics:
@@ -94,7 +94,7 @@ def _measure(quick: bool, ranks: int, experts: int, topk: int, dtype: torch.dtyp
 def _step(
     fused: bool, ranks: int, routing_map: Tensor, probs: Tensor, rows: Tensor, shared: Tensor, grad: Tensor
 ) -> Callable[[], list[Tensor]]:
-    """One pass there and back with gradients; as many rows arrive as were sent."""
+    """Return a step there and back with gradients; as many rows arrive as were sent."""
     from megatron.core.transformer.moe import moe_utils
 
     from mindspeed_dsa.ops.moe_permute import unpermute

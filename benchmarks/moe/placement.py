@@ -1,4 +1,4 @@
-"""Experts placed by a recorded load: balance of the later tokens of a simulated router."""
+"""Experts placed by a recorded load: balance of later tokens of a simulated router."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ TOKENS = 65536
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries; there is nothing to measure on a link."""
+    """Return the cell's entries; the link is not used."""
     tokens = TOKENS // 16 if quick else TOKENS
     recorded, later = (router_loads(EXPERTS, TOPK, ZIPF, tokens, seed) for seed in (0, 1))
-    found = {
+    entries = {
         "placement_imbalance": imbalance(rank_loads(later, balanced(recorded, RANKS), RANKS)),
         "placement_imbalance_in_order": imbalance(rank_loads(later, list(range(EXPERTS)), RANKS)),
         "placement_imbalance_at_random": statistics.median(
             imbalance(rank_loads(later, _shuffled(seed), RANKS)) for seed in range(101)
         ),
     }
-    print(f"placement: {found}", file=sys.stderr, flush=True)
-    return found
+    print(f"placement: {entries}", file=sys.stderr, flush=True)
+    return entries
 
 
 def router_loads(experts: int, topk: int, exponent: float, tokens: int, seed: int) -> list[int]:
-    """Tokens by expert, of a router that chooses ``topk`` different experts for each of ``tokens`` tokens.
+    """Return tokens by expert of a router that chooses ``topk`` different experts per token.
 
-    Experts are chosen as often as Zipf's law with ``exponent`` says, the most popular ones neighbours.
+    Experts are chosen as often as Zipf's law with ``exponent`` says; the most popular ones are neighbours.
     """
     popularity = torch.arange(1, experts + 1, dtype=torch.float64) ** -exponent
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""One MoE layer on the ranks of a link bed, and how variants of its step are timed."""
+"""One MoE layer on the ranks of a link bed, and timing of its step's variants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.tp_overlap.cells import slowest
 DEVIATION = 1e-6
 _PAUSE = 0.25
 Step = Callable[[], dict[str, Tensor]]
-"""Forward and backward, which return results and gradients by name."""
+"""Forward and backward; returns results and gradients by name."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Sizes:
     """Sizes of the measurement.
 
     Attributes:
-        tokens: of each rank.
+        tokens: tokens per rank.
         hidden: width of a token.
-        ffn: of each routed expert.
-        shared: of the shared expert.
-        experts: of all ranks.
-        topk: experts of a token.
-        rounds: each runs every variant once.
+        ffn: inner width of a routed expert.
+        shared: inner width of the shared expert.
+        experts: number of experts on all ranks.
+        topk: experts per token.
+        rounds: number of rounds; a round runs every variant once.
     """
 
     tokens: int = 2048
@@ -50,12 +50,12 @@ QUICK = Sizes(tokens=64, hidden=64, ffn=32, shared=32, rounds=1)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step: of the slowest rank, and of this rank's processor in all of its threads.
+    """Seconds of one step.
 
     Attributes:
-        wall: of one call, or the least of several.
-        processor: the same.
-        median: of the wall times of several calls.
+        wall: slowest rank's wall-clock time of one call, or the least of several.
+        processor: this rank's CPU time in all threads of one call, or the least of several.
+        median: median wall-clock time of several calls.
     """
 
     wall: float
@@ -64,7 +64,7 @@ class Timing:
 
 
 def start(**switches: Any) -> None:
-    """Features on, all ranks one expert parallel group."""
+    """Enable features, and make all ranks one expert parallel group."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(**switches)
@@ -77,7 +77,7 @@ def start(**switches: Any) -> None:
 
 
 def layer(sizes: Sizes, **overrides: Any) -> Any:
-    """A MoE layer of Megatron's local specification, in fp32 with SwiGLU, whose router spreads evenly."""
+    """Build a MoE layer of Megatron's local specification, fp32 with SwiGLU; its router spreads evenly."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -110,7 +110,7 @@ def layer(sizes: Sizes, **overrides: Any) -> Any:
 
 
 def step_of(built: Any, sizes: Sizes) -> Step:
-    """Forward and backward of a layer, from random tokens ``[tokens, 1, hidden]`` and a random gradient."""
+    """Return forward and backward of a layer, on random tokens ``[tokens, 1, hidden]``."""
     noise = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randn(sizes.tokens, 1, sizes.hidden, generator=noise)
     grad = torch.randn(rows.shape, generator=noise)
@@ -127,10 +127,8 @@ def step_of(built: Any, sizes: Sizes) -> Step:
 
 
 def timed(work: Callable[[], object]) -> Timing:
-    """One call on all ranks, which start together after a pause.
-
-    Connections that have rested begin slowly, and between the transfers of a training step they rest.
-    """
+    """Time one call on all ranks, which start together after a pause."""
+    # Idle connections begin slowly, and between the transfers of a training step they are idle.
     time.sleep(_PAUSE)
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
@@ -142,39 +140,38 @@ def timed(work: Callable[[], object]) -> Timing:
 def minima(
     works: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[str], object] | None = None
 ) -> dict[str, Timing]:
-    """Least times and medians of several alternating variants; the first round is discarded.
-
-    Each round begins with a different one: the previous variant affects caches and connections.
+    """Return least times and medians of several alternating variants; the first round is discarded.
 
     Args:
-        works: by name.
-        rounds: each calls every variant once.
-        prepare: gets a variant's name before it is called; not timed.
+        works: variants by name.
+        rounds: number of rounds; each calls every variant once.
+        prepare: untimed function called with a variant's name before the variant.
     """
-    found: dict[str, list[Timing]] = {name: [] for name in works}
+    samples: dict[str, list[Timing]] = {name: [] for name in works}
     names = list(works)
     for number in range(rounds + 1):
+        # Begin each round with another variant: the previous one affects caches and connections.
         first = number % len(names)
         for name in names[first:] + names[:first]:
             if prepare is not None:
                 prepare(name)
             timing = timed(works[name])
             if number:
-                found[name].append(timing)
-    return {name: summary(times) for name, times in found.items()}
+                samples[name].append(timing)
+    return {name: summary(times) for name, times in samples.items()}
 
 
 def summary(times: Sequence[Timing]) -> Timing:
-    """Least times and median of several calls."""
+    """Return the least times and the median of several calls."""
     wall = [each.wall for each in times]
     return Timing(min(wall), min(each.processor for each in times), statistics.median(wall))
 
 
 def deviation(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest relative difference of all ranks, infinite where there is no number.
+    """Return the largest relative difference over all ranks, infinite if it is not a number.
 
     Raises:
-        RuntimeError: it is above 1e-6; the same on all ranks.
+        RuntimeError: the difference exceeds 1e-6; all ranks raise it.
     """
     worst = 0.0
     for name, expected in theirs.items():

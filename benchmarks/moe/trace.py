@@ -1,4 +1,4 @@
-"""One step of a MoE layer, matmul by matmul and transfer by transfer."""
+"""Trace of a MoE layer's step, with its matmuls and transfers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NAMES = {"all_to_all_single": "all-to-all", "all_gather_into_tensor": "counts"}
 
 
 def write(link: str, quick: bool, path: Path) -> None:
-    """Record a stock and an overlapped step, and write ``path`` with an image next to it."""
+    """Record a stock and an overlapped step; write ``path``, and an image next to it."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.moe.trace:record", sizes=QUICK if quick else Sizes())
     picture.write(found, path, "a MoE layer")
 
 
 def record(sizes: Sizes) -> dict[str, list[Span]]:
-    """Spans of this rank in one forward and backward, by variant."""
+    """Return this rank's spans of one forward and backward, by variant."""
     start(**SWITCH)
     built = layer(sizes)
     step = step_of(built, sizes)
@@ -34,7 +34,7 @@ def record(sizes: Sizes) -> dict[str, list[Span]]:
             return "shared expert"
         return "weight gradients" if left.stride(0) == 1 else "experts"  # one factor is transposed
 
-    found = {}
+    by_variant = {}
     for name in ("stock", "overlapped"):
         with way(name):
             for _ in range(2):  # warm-up: allocate memory
@@ -42,5 +42,5 @@ def record(sizes: Sizes) -> dict[str, list[Span]]:
             dist.barrier()
             with recorded(_NAMES, kind) as spans:
                 step()
-            found[name] = without_queueing(spans)
-    return found
+            by_variant[name] = without_queueing(spans)
+    return by_variant

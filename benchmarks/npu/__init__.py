@@ -1,10 +1,10 @@
-"""The first hour on an Ascend NPU: operators, layers, ranks, features, and one report of what is wrong.
+"""First hour on an Ascend NPU: operators, layers, ranks, features, and one report of all problems.
 
-Each of torch_npu's operators beside the same computation in PyTorch at the sizes of DeepSeek-V3.2 and GLM-5,
-forward and backward; one layer with the fused DSA and with Megatron's own; several ranks beside one; features
-off and on. The report says by itself what deviates, what is slower than the reference, and what is refused
-for which reason. Every part is a process of its own: one that fails, or leaves the device in a bad state,
-costs its own figures only.
+The parts compare torch_npu's operators with the same computation in PyTorch, forward and backward, at the
+sizes of DeepSeek-V3.2 and GLM-5; a layer with fused DSA and with Megatron's own; several ranks with one; and
+features off and on. The report lists deviations, operators slower than the reference, and refusals with their
+reasons. Every part is its own process: a part that fails, or leaves the device in a bad state, costs only its
+own figures.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ PARTS = {
     "memory": 480,
     "profile": 240,
 }
-"""Seconds that each has for certain. What others leave, or did not ask for, is added."""
+"""Guaranteed seconds of each part. Time that other parts leave is added."""
 LIMIT = 3600
-"""Seconds of all together, the report included."""
+"""Seconds of all parts together, the report included."""
 _REPORT = 10
 _DEVICE_ONLY = "profile"
 
 
 def run(device: str, quick: bool = False, report: str | None = None, only: str | None = None) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
-    ``failed`` names what went wrong, part by part; ``slower`` what takes longer than its reference;
-    ``refused`` what an operator does not take here, with its reason; ``not_compared`` what has no reference.
+    ``failed`` has failures by part; ``slower`` operators and steps slower than their reference; ``refused``
+    inputs that an operator declines here, with its reason; ``not_compared`` results without a reference.
 
     Args:
-        device: where. Without an NPU there is nothing to do, unless ``quick``: then the stand-ins of
+        device: device to run on. Without an NPU the case exits, unless ``quick``: then the stand-ins of
             ``tests/npu`` take its place.
         quick: tiny problems.
         report: folder for ``report.md`` and the parts' logs; ``runs/npu`` if None.
-        only: parts, with commas between them.
+        only: comma-separated parts.
     """
     started = time.monotonic()
     if device != "npu" and not quick:
@@ -60,7 +60,7 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
         names.remove(_DEVICE_ONLY)
     folder = Path(report or "runs/npu").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    found = parts.run(
+    figures = parts.run(
         "benchmarks.npu.part",
         names,
         PARTS,
@@ -69,15 +69,15 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
         seconds=LIMIT - _REPORT - (time.monotonic() - started),
         environment=environment,
     )
-    found |= verdict(found, {name: skipped(folder / f"{name}.log") for name in _STEPS if name in names})
+    figures |= verdict(figures, {name: skipped(folder / f"{name}.log") for name in _STEPS if name in names})
     name = _device_name() if device == "npu" else "Stand-ins for an NPU: figures mean nothing"
-    (folder / "report.md").write_text(words.report(found, name, OPERATOR_PARTS), encoding="utf-8")
+    (folder / "report.md").write_text(words.report(figures, name, OPERATOR_PARTS), encoding="utf-8")
     print(f"report: {folder / 'report.md'}", file=sys.stderr, flush=True)
-    return found
+    return figures
 
 
 def why_no_npu() -> str:
-    """A sentence for a machine on which there is no NPU."""
+    """Return the reason why there is no NPU."""
     from mindspeed_dsa import platforms
     from mindspeed_dsa.patches.errors import SettingsError
 
@@ -93,17 +93,17 @@ def why_no_npu() -> str:
 
 
 def skipped(log: Path) -> list[str]:
-    """List the operators that fell back to PyTorch by a part's log, each once."""
+    """Return the operators that fell back to PyTorch by a part's log, each once."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return list(dict.fromkeys(line.partition(": ")[2] for line in lines if " is skipped for " in line))
 
 
 def verdict(found: Mapping[str, Any], fallbacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """``failed``, ``slower``, ``refused`` and ``not_compared``, each by what it is about.
+    """Return ``failed``, ``slower``, ``refused`` and ``not_compared``, each by operator or case.
 
     Args:
-        found: what each part found.
-        fallbacks: by part of training steps what :func:`skipped` returns.
+        found: figures of each part.
+        fallbacks: results of :func:`skipped`, by part of training steps.
     """
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     slower: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""HCCL's collectives by dtype, one rank's view: whether they return what they should, and how fast."""
+"""HCCL's collectives by dtype on one rank: correctness and bandwidth."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from mindspeed_dsa import platforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 14
-"""Bytes of the part of a whole tensor that each rank holds."""
+"""Bytes of each rank's part of a whole tensor."""
 _ROUNDS = 5
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """By collective and dtype ``ms`` and ``gb_s`` of a rank's links, or an ``error``.
+    """Return ``ms`` and ``gb_s`` of a rank's links by collective and dtype, or an ``error``.
 
-    Needs a process group. Bandwidth counts the bytes that a rank has to send at least: of an all-reduce twice
-    those of a gather.
+    Needs a process group. Bandwidth counts the bytes that a rank has to send at least: for an all-reduce
+    twice as many as for a gather.
     """
-    found = {}
+    figures = {}
     for dtype in DTYPES:
         for name, make in COLLECTIVES.items():
             row = f"{name}, {str(dtype).removeprefix('torch.')}"
             try:
-                found[row] = _measured(
+                figures[row] = _measured(
                     make, dtype, 1 if quick else _ROUNDS, _QUICK_BYTES if quick else _BYTES
                 )
             except Exception as error:  # HCCL refuses dtypes by their name
-                found[row] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
-    return found
+                figures[row] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+    return figures
 
 
 def _measured(make: Callable[..., Any], dtype: torch.dtype, rounds: int, size: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _sum(ranks: int) -> int:
 
 
 def _all_reduce(own: Tensor) -> Any:
-    """Return a call, its result, what that should be, and the share of the tensor's bytes that is sent."""
+    """Return a call, its result, the expected result, and the sent share of the tensor's bytes."""
     ranks = dist.get_world_size()
     out = own.clone()
 
@@ -103,7 +103,7 @@ def _broadcast(own: Tensor) -> Any:
 
 
 def _send_and_receive(own: Tensor) -> Any:
-    """Send to the next rank and receive from the one before, as stages of a pipeline do."""
+    """Send to the next rank and receive from the previous one, as stages of a pipeline do."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     out = torch.empty_like(own)
 

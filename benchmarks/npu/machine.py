@@ -1,4 +1,4 @@
-"""Facts of this machine: versions, product, environment, and which of torch_npu's operators can be called."""
+"""Facts about this machine: versions, product, environment, and available torch_npu operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.platforms.npu_operators import OPERATORS
 
 
 def run() -> dict[str, Any]:
-    """``versions``, ``product`` with its ``limits``, ``environment``, and ``missing`` operators."""
+    """Return ``versions``, ``product`` with its ``limits``, ``environment``, and ``missing`` operators."""
     device = platforms.current().device
     product = npu_device.product()
     reasons = {each.name: npu_device.unavailable(device.type, each.name) for each in OPERATORS}

@@ -1,4 +1,4 @@
-"""Each of torch_npu's operators beside the same computation in PyTorch: deviation, time, memory, refusals."""
+"""torch_npu's operators compared with the same computation in PyTorch: deviation, time, memory, refusals."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ from mindspeed_dsa.ops.swiglu import swiglu
 
 EPS = 1e-6
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-3, torch.int32: 2e-2, torch.int64: 0.0}
-"""By dtype of a result: norm of the difference over that of the reference; of indices the share that is not
-selected. Both sides have the same inputs of 16 bits; the reference computes in fp32."""
+"""Bound by dtype of a result: norm of the difference over the norm of the reference.
+
+For indices it bounds the fraction that is not selected. Both sides have the same 16-bit inputs; the reference
+computes in fp32.
+"""
 ROUNDS = 3
 Outputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model's layer, of one rank without tensor parallelism.
+    """Sizes of a model's layer on one rank, without tensor parallelism.
 
     Attributes:
-        lengths: rows of one sequence.
-        nope: dimensions of a head without position.
-        value: dimensions of a head's value.
+        lengths: numbers of rows of one sequence.
+        nope: width of a head's part without position.
+        value: width of a head's value.
         local_experts: experts of one rank.
         expert_ffn: width of one expert.
     """
@@ -62,14 +65,14 @@ class Model:
 
     @classmethod
     def of(cls, sizes: Released, *lengths: int) -> Model:
-        """Return a released model's layer."""
+        """Return a released model's layer, with these lengths of sequences."""
         return cls(
             *(lengths, sizes.heads, sizes.index_heads, sizes.topk, sizes.nope, sizes.value, sizes.hidden)
         )
 
     @property
     def softmax_scale(self) -> float:
-        """Width of the unabsorbed heads."""
+        """Softmax scale of the unabsorbed heads."""
         return float((self.nope + ROPE) ** -0.5)
 
 
@@ -77,7 +80,7 @@ FULL = {
     "DeepSeek-V3.2": Model.of(MODELS["deepseek-v3.2"], 4096, 8192),
     "GLM-5": Model.of(MODELS["glm-5"], 4096),
 }
-# As many entries as keys: narrower ones the operators do not take.
+# As many entries as keys: the operators do not take shorter lists of entries.
 QUICK = {"tiny": Model((40,), 64, 8, 40, 128, 128, 64, 16, 4, 2, 32)}
 
 
@@ -85,13 +88,13 @@ class Problem:
     """One operator on one set of inputs, for any backend.
 
     Attributes:
-        operator: its folder under ``mindspeed_dsa/ops``.
-        inputs: what has gradients.
-        forward: outputs of a backend.
-        backward: gradients from a backend, its outputs, and what it starts from; by default autograd's, of
-            the first output.
-        start: what backward starts from, of a side's own outputs and of both sides' in order; by default
-            drawn at random. It is not part of what is timed.
+        operator: operator's folder under ``mindspeed_dsa/ops``.
+        inputs: tensors that require gradients.
+        forward: function from a backend to its outputs.
+        backward: function from a backend, its outputs and the start to gradients; default: autograd of the
+            first output.
+        start: function from a side's own outputs, and both sides' in order, to backward's start; default:
+            random numbers. It is not timed.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Problem:
 
     @property
     def reference(self) -> str:
-        """The backend in PyTorch that everything fits, in bounded memory where there is one."""
+        """PyTorch backend that fits: ``chunked`` (bounded memory) if there is one, else ``reference``."""
         chunked = find_spec(f"mindspeed_dsa.ops.{self.operator}.chunked")
         return "reference" if chunked is None else "chunked"
 
@@ -124,7 +127,7 @@ def _random(outputs: Outputs, both: tuple[Outputs, Outputs]) -> Tensor:
 
 
 class _Draw:
-    """Normally distributed bf16 tensors on the device, drawn on the host: the same ones everywhere."""
+    """Source of normal bf16 tensors on the device, drawn on the host: the same ones everywhere."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -148,7 +151,7 @@ def _index_inputs(draw: _Draw, model: Model, rows: int) -> dict[str, Tensor]:
 
 
 def indexer(model: Model, rows: int) -> Problem:
-    """Selection; the gradient of the scores at what both sides have selected."""
+    """Build the selection, and the gradient of the scores at both sides' selected keys."""
     inputs = _index_inputs(_Draw(), model, rows)
 
     def forward(backend: str) -> Outputs:
@@ -158,7 +161,7 @@ def indexer(model: Model, rows: int) -> Problem:
     def start(outputs: Outputs, both: tuple[Outputs, Outputs]) -> Tensor:
         ours, theirs = (_as_mask(each["topk_indices"], rows) for each in both)
         indices = outputs["topk_indices"].long()
-        # A gradient for each pair, wherever a side lists it.
+        # One gradient for each (query, key) pair, wherever a side lists it.
         place = indices + 7 * torch.arange(rows, device=indices.device)[:, None]
         selected = (ours & theirs).gather(-1, indices.clamp_min(0)) & (indices >= 0)
         return (place % 13 - 6).float() * selected
@@ -167,7 +170,7 @@ def indexer(model: Model, rows: int) -> Problem:
 
 
 def _attention(draw: _Draw, model: Model, rows: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Absorbed query, its rotary part, and key; and what the reference's indexer selects."""
+    """Return absorbed query, its rotary part and key, and the selection of the reference's indexer."""
     index = _index_inputs(draw, model, rows)
     with torch.no_grad():
         indices = lightning_indexer(*index.values(), model.topk, backend="chunked").topk_indices
@@ -178,7 +181,7 @@ def _attention(draw: _Draw, model: Model, rows: int) -> tuple[dict[str, Tensor],
 def _attended(
     query: Tensor, rotary: Tensor, key: Tensor, indices: Tensor, model: Model, backend: str
 ) -> SparseAttentionOutput:
-    """As training calls it: with the rotary part apart, and with what the host knows of the rows."""
+    """Attend as in training: with a separate rotary part, and with the rows' form known on the host."""
     return sparse_flash_attention(
         query,
         key,
@@ -192,7 +195,7 @@ def _attended(
 
 
 def attention(model: Model, rows: int) -> Problem:
-    """Sparse flash attention."""
+    """Build sparse flash attention."""
     inputs, indices = _attention(_Draw(), model, rows)
 
     def forward(backend: str) -> Outputs:
@@ -203,7 +206,7 @@ def attention(model: Model, rows: int) -> Problem:
 
 
 def loss(model: Model, rows: int) -> Problem:
-    """The indexer's loss over selected keys."""
+    """Build the indexer's loss over selected keys."""
     draw = _Draw()
     index = _index_inputs(draw, model, rows)
     main, indices = _attention(draw, model, rows)
@@ -220,7 +223,7 @@ def loss(model: Model, rows: int) -> Problem:
 
 
 def dense_loss(model: Model, rows: int) -> Problem:
-    """The indexer's loss over all keys, of the warm-up."""
+    """Build the indexer's loss over all keys, from the warm-up stage."""
     draw = _Draw()
     index = _index_inputs(draw, model, rows)
     query, key = (draw(1, rows, model.heads, model.nope + ROPE).detach() for _ in range(2))
@@ -233,7 +236,7 @@ def dense_loss(model: Model, rows: int) -> Problem:
 
 
 def dense(model: Model, rows: int) -> Problem:
-    """Causal attention to all keys, by head."""
+    """Build causal attention to all keys, by head."""
     draw = _Draw()
     widths = (model.nope + ROPE, model.nope + ROPE, model.value)
     inputs = [draw(1, rows, model.heads, width).detach() for width in widths]
@@ -243,17 +246,17 @@ def dense(model: Model, rows: int) -> Problem:
         return {"out": out, "lse": lse}
 
     def backward(backend: str, outputs: Outputs, grad: Tensor) -> Outputs:
-        found = dense_attention_backward(
+        gradients = dense_attention_backward(
             grad, *inputs, *outputs.values(), model.softmax_scale, causal=True, backend=backend
         )
         names = ("query", "key", "value")
-        return {f"gradient of {name}": each for name, each in zip(names, found, strict=True)}
+        return {f"gradient of {name}": gradient for name, gradient in zip(names, gradients, strict=True)}
 
     return Problem("dense_attention", {}, forward, backward)
 
 
 def experts(model: Model, rows: int) -> Problem:
-    """The first product of one rank's experts, which get as many rows as there are choices."""
+    """Build the first product of one rank's experts, which get one row for each choice of a token."""
     draw = _Draw()
     inputs = {
         "rows": draw(rows * model.chosen_experts, model.hidden),
@@ -269,7 +272,7 @@ def experts(model: Model, rows: int) -> Problem:
 
 
 def permutation(model: Model, rows: int) -> Problem:
-    """Rows to their experts, and their sums back."""
+    """Build the permutation of rows to their experts, and of their sums back."""
     draw = _Draw()
     inputs = {"tokens": draw(rows, model.hidden)}
     order = torch.rand(rows, model.experts, generator=torch.Generator().manual_seed(2)).argsort(-1)
@@ -285,7 +288,7 @@ def permutation(model: Model, rows: int) -> Problem:
 
 
 def norm(model: Model, rows: int) -> Problem:
-    """RMSNorm of the hidden states."""
+    """Build RMSNorm of the hidden states."""
     draw = _Draw()
     inputs = {"hidden": draw(rows, 1, model.hidden), "weight": draw(model.hidden)}
     return Problem(
@@ -294,13 +297,13 @@ def norm(model: Model, rows: int) -> Problem:
 
 
 def gated(model: Model, rows: int) -> Problem:
-    """SwiGLU of the rows of one rank's experts."""
+    """Build SwiGLU of the rows of one rank's experts."""
     inputs = {"gate and up": _Draw()(rows * model.chosen_experts, 2 * model.expert_ffn)}
     return Problem("swiglu", inputs, lambda backend: {"out": swiglu(*inputs.values(), backend=backend)})
 
 
 def rotated(model: Model, rows: int) -> Problem:
-    """Rotary embedding of the heads' positional part."""
+    """Build rotary embedding of the heads' positional part."""
     draw = _Draw()
     inputs = {"heads": draw(rows, 1, model.heads, ROPE)}
     steps = 1e4 ** -(torch.arange(0, ROPE, 2).float() / ROPE)
@@ -322,25 +325,25 @@ PROBLEMS: dict[str, dict[str, Callable[[Model, int], Problem]]] = {
     "experts": {"grouped experts": experts, "permutation of tokens": permutation},
     "small": {"RMSNorm": norm, "SwiGLU": gated, "rotary embedding": rotated},
 }
-"""By part. An operator that leaves the device in a bad state costs the figures of its own part only."""
+"""Problems by part. An operator that leaves the device in a bad state costs only its own part's figures."""
 
 
 def run(part: str, quick: bool, tell: Tell) -> dict[str, Any]:
-    """By model, rows and operator what :func:`compared` returns.
+    """Return results of :func:`compared` by model, rows and operator.
 
     Args:
-        part: of :data:`PROBLEMS`.
+        part: key of :data:`PROBLEMS`.
         quick: one tiny model.
-        tell: called with what is found so far.
+        tell: callback that gets the results so far.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, problem in _problems(part, quick):
         try:
-            found[name] = compared(problem(), 1 if quick else ROUNDS)
-        except Exception as error:  # what the others find is worth as much without it
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-        tell(found)
-    return found
+            results[name] = compared(problem(), 1 if quick else ROUNDS)
+        except Exception as error:  # results of other operators are valid without it
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+        tell(results)
+    return results
 
 
 def _problems(part: str, quick: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
@@ -351,30 +354,30 @@ def _problems(part: str, quick: bool) -> Iterator[tuple[str, Callable[[], Proble
 
 
 def compared(problem: Problem, rounds: int) -> dict[str, Any]:
-    """One operator beside its reference: what both return, take and need.
+    """Compare one operator with its reference.
 
     Returns:
-        ``refused``: why the operator does not take the call. Otherwise ``apart``, the deviation by result;
-        ``wrong``, those beyond their bound; by direction ``ms``, ``reference_ms``, ``speedup`` and
+        ``refused``: the operator's reason to decline the call. Otherwise ``apart``, the deviation by result;
+        ``wrong``, deviations beyond their bound; by direction ``ms``, ``reference_ms``, ``speedup`` and
         ``extra_peak_mib`` of both. Without ``apart`` the reference does not fit, as ``reference`` says.
     """
-    found: dict[str, Any] = {"reference": problem.reference}
+    comparison: dict[str, Any] = {"reference": problem.reference}
     try:
         ours = problem.forward("npu")
     except BackendUnavailable as error:
-        return {**found, "refused": str(error)}
+        return {**comparison, "refused": str(error)}
     try:
         theirs: Outputs | None = problem.forward(problem.reference)
     except RuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise
-        theirs, found["reference"] = None, f"{problem.reference} does not fit into the device's memory"
+        theirs, comparison["reference"] = None, f"{problem.reference} does not fit into the device's memory"
     both = (ours, ours if theirs is None else theirs)
     sides = {"": ("npu", ours, problem.start(ours, both))}
     if theirs is not None:
         sides["reference_"] = (problem.reference, theirs, problem.start(theirs, both))
         gradients = [problem.backward(*side) for side in sides.values()]
-        found["apart"], found["wrong"] = apart({**ours, **gradients[0]}, {**theirs, **gradients[1]})
+        comparison["apart"], comparison["wrong"] = apart({**ours, **gradients[0]}, {**theirs, **gradients[1]})
         del gradients
     for direction in ("forward", "backward"):
         figures: dict[str, float] = {}
@@ -386,48 +389,48 @@ def compared(problem: Problem, rounds: int) -> dict[str, Any]:
             figures[f"{side}ms"], figures[f"{side}extra_peak_mib"] = _measured(call, rounds)
         if "reference_ms" in figures:
             figures["speedup"] = figures["reference_ms"] / figures["ms"]
-        found[direction] = figures
-    return found
+        comparison[direction] = figures
+    return comparison
 
 
 def apart(ours: Outputs, theirs: Outputs) -> tuple[dict[str, float], dict[str, str]]:
-    """By result how far both sides are apart, and a sentence for each that is beyond its bound."""
-    found: dict[str, float] = {}
+    """Return deviations by result, and a sentence for each deviation beyond its bound."""
+    deviations: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name, expected in theirs.items():
         result = ours[name]
         bound = BOUNDS[expected.dtype]
-        found[name] = _distance(result, expected)
-        if not found[name] <= bound:
-            wrong[name] = f"{found[name]:.1e} from the reference's, more than {bound:.0e}"
-    return found, wrong
+        deviations[name] = _distance(result, expected)
+        if not deviations[name] <= bound:
+            wrong[name] = f"{deviations[name]:.1e} from the reference's, more than {bound:.0e}"
+    return deviations, wrong
 
 
 def _distance(result: Tensor, expected: Tensor) -> float:
     if not expected.is_floating_point():
         rows = expected.shape[-2]
-        ours, theirs = (_as_mask(each, rows) for each in (result, expected))
+        ours, theirs = (_as_mask(tensor, rows) for tensor in (result, expected))
         missing = (theirs & ~ours).sum().item() + (ours & ~theirs).sum().item()
         return missing / 2 / max(theirs.sum().item(), 1)
-    ours, theirs = (each.detach().float() for each in (result, expected))
+    ours, theirs = (tensor.detach().float() for tensor in (result, expected))
     if theirs.isinf().any():
-        # Scores: -inf where there is no entry; sides may list those of one value in another order.
-        ours, theirs = (each.sort(-1, descending=True).values for each in (ours, theirs))
+        # Scores are -inf where there is no entry; both sides may order equal scores differently.
+        ours, theirs = (tensor.sort(-1, descending=True).values for tensor in (ours, theirs))
         if not torch.equal(ours.isinf(), theirs.isinf()):
             return float("inf")
-        ours, theirs = (each.masked_fill(each.isinf(), 0) for each in (ours, theirs))
+        ours, theirs = (tensor.masked_fill(tensor.isinf(), 0) for tensor in (ours, theirs))
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
 
 
 def _as_mask(indices: Tensor, keys: int) -> Tensor:
-    """``[..., keys]`` bool: which keys are listed, -1 none."""
+    """Return ``[..., keys]`` bool: whether a row lists the key; -1 lists none."""
     outside = indices.masked_fill(indices < 0, keys).long()
     mask = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, outside, True)[..., :keys]
 
 
 def _measured(call: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median of the milliseconds between events on the device, and MiB at the peak beyond those before."""
+    """Return median milliseconds between events on the device, and peak MiB above the level before."""
     platform = platforms.current()
     call()
     platform.synchronize()

@@ -1,4 +1,4 @@
-"""The parts of ``npu``, one in a process: see :func:`benchmarks.parts.serve`."""
+"""Parts of ``npu``, one in a process: see :func:`benchmarks.parts.serve`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from benchmarks.parts import Part, Tell
 
 
 def machine(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Versions, limits, environment, operators that cannot be called."""
+    """Return versions, limits, environment, and operators that cannot be called."""
     from benchmarks.npu import machine as facts
 
     return facts.run()
 
 
 def operators(part: str, folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Operators beside their references."""
+    """Compare operators with their references."""
     from benchmarks.npu import operators as problems
 
     return problems.run(part, quick, tell)
 
 
 def layer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Training steps, fused and stock."""
+    """Run training steps, fused and stock."""
     from benchmarks.npu import steps
 
     return steps.layers(quick, tell)
 
 
 def memory(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Training steps without and with each feature."""
+    """Run training steps without and with each feature."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from benchmarks.npu import steps
 
@@ -42,21 +42,21 @@ def memory(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 def ranks(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Collectives, and training steps of several ranks."""
+    """Run collectives, and training steps of several ranks."""
     from benchmarks.npu import ranks as several
 
     return several.run(quick, seconds, tell)
 
 
 def profile(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Return what a fused step does on the device."""
+    """Return a fused step's time on the device by kind of operator."""
     from benchmarks.npu import steps
 
     return steps.profiled(folder, quick)
 
 
 def by_name() -> dict[str, Part]:
-    """All parts."""
+    """Return all parts by name."""
     from benchmarks.npu import OPERATOR_PARTS
 
     others: tuple[Part, ...] = (machine, layer, memory, ranks, profile)
@@ -64,7 +64,7 @@ def by_name() -> dict[str, Part]:
 
 
 def prepare() -> None:
-    """Make the device, or what stands in for it, the current platform."""
+    """Make the device, or its stand-in, the current platform."""
     from mindspeed_dsa import platforms
 
     if os.environ.get(stand_ins.ASKED_FOR):

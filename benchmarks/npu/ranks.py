@@ -1,6 +1,6 @@
-"""Several NPUs: HCCL's collectives, layouts of a small model beside one rank, MC2 and CoC.
+"""Several NPUs: HCCL's collectives, layouts of a small model compared with one rank, MC2 and CoC.
 
-``python -m benchmarks.npu.ranks collectives QUICK`` and ``... train FLAGS`` are one rank of a job.
+``python -m benchmarks.npu.ranks collectives QUICK`` and ``... train FLAGS`` run one rank of a job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.npu import stand_ins
 from benchmarks.npu.steps import MODEL, TINY
 
 NUMBERS = (2, 8)
-"""Ranks that are tried where there are as many devices."""
+"""Numbers of ranks to try, if there are as many devices."""
 _FUSED = "--use-fused-dsa"
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2, _CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
@@ -34,7 +34,7 @@ _LAYOUTS = {
     },
 }
 SWITCHES = {"MC2": "--use-ascend-mc2", "CoC": "--use-ascend-coc"}
-# Four layers and eight microbatches go into every layout; the batch is one sequence over and over.
+# Four layers and eight microbatches fit into every layout; the batch is one sequence over and over.
 _MODEL = MODEL.replace("--num-layers 3", "--num-layers 4")
 _MODEL = _MODEL.replace("--global-batch-size 2", "--global-batch-size 8")
 _QUICK = f"""
@@ -46,15 +46,15 @@ _ABSENT = "its time was not reached"
 
 
 def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, Any]:
-    """By number of ranks and case: figures, ``refused`` with what is wrong, or ``absent`` with why.
+    """Return figures by number of ranks and case, or the reason as ``refused`` or ``absent``.
 
-    Cases are ``collectives``, layouts beside one rank (``apart``, ``step_ratio``), ``MC2`` and ``CoC`` beside
-    layers without them (likewise).
+    Cases are ``collectives``; layouts compared with one rank (``apart``, ``step_ratio``); and ``MC2`` and
+    ``CoC`` compared with layers without them (likewise).
 
     Args:
         quick: a tiny model, two ranks, some of the cases.
-        seconds: time that all together may take.
-        tell: called with what is found so far.
+        seconds: time limit of all cases together.
+        tell: callback that gets the figures so far.
     """
     from mindspeed_dsa import platforms
 
@@ -64,7 +64,7 @@ def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, A
     if not numbers:
         return {"several ranks": {"absent": f"{devices} device is visible"}}
     model = f"{_QUICK if quick else _MODEL} {_FUSED}"
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     alone: list[dict[str, Any] | str] = []
 
     def left() -> float:
@@ -77,30 +77,30 @@ def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, A
 
     for ranks in numbers:
         of = f"{ranks} ranks"
-        found[f"{of}, collectives"] = _collectives(quick, ranks, left())
-        tell(found)
+        figures[f"{of}, collectives"] = _collectives(quick, ranks, left())
+        tell(figures)
         alone = alone or [trained("", 1)]
         layouts = _LAYOUTS[ranks]
         for name in _QUICK_LAYOUTS if quick else layouts:
-            found[f"{of}, {name}"] = compared(alone[0], trained(layouts[name], ranks), "one rank")
-            tell(found)
+            figures[f"{of}, {name}"] = compared(alone[0], trained(layouts[name], ranks), "one rank")
+            tell(figures)
         tensor = f"--tensor-model-parallel-size {ranks} --sequence-parallel"
         without = trained(tensor, ranks) if not quick else _ABSENT
         for name, flag in SWITCHES.items() if not quick else ():
-            found[f"{of}, TP{ranks}, {name}"] = compared(
+            figures[f"{of}, TP{ranks}, {name}"] = compared(
                 without, trained(f"{tensor} {flag}", ranks), "without it"
             )
-            tell(found)
-    return found
+            tell(figures)
+    return figures
 
 
 def compared(base: dict[str, Any] | str, ours: dict[str, Any] | str, what: str) -> dict[str, Any]:
-    """How far losses are apart and how long a step takes, or why that cannot be said.
+    """Return how far losses are apart and how long a step takes, or why they cannot be compared.
 
     Args:
-        base: figures of the job that is compared with.
-        ours: figures of the other one.
-        what: the first one, for messages.
+        base: figures of the reference job.
+        ours: figures of the other job.
+        what: name of the reference job, for messages.
     """
     for name, figures in ((what, base), ("several ranks", ours)):
         if isinstance(figures, str):
@@ -109,11 +109,15 @@ def compared(base: dict[str, Any] | str, ours: dict[str, Any] | str, what: str) 
     assert isinstance(ours, dict)
     seen = [name for name in BF16 if all(each is not None for each in (*base[name], *ours[name]))]
     distance = {name: apart(ours[name], base[name]) for name in seen}
-    found = {"apart": distance, "step_ms": ours["step_ms"], "step_ratio": ours["step_ms"] / base["step_ms"]}
+    comparison = {
+        "apart": distance,
+        "step_ms": ours["step_ms"],
+        "step_ratio": ours["step_ms"] / base["step_ms"],
+    }
     for name in seen:
         if not distance[name] <= BF16[name]:
-            return {**found, "refused": f"{name} is {distance[name]:.1e} from that of {what}"}
-    return found
+            return {**comparison, "refused": f"{name} is {distance[name]:.1e} from that of {what}"}
+    return comparison
 
 
 def _collectives(quick: bool, ranks: int, seconds: float) -> dict[str, Any]:
@@ -128,13 +132,13 @@ def _launched(words: list[str], ranks: int, seconds: float) -> dict[str, Any] | 
 
 @contextmanager
 def _messages() -> Iterator[dict[str, str]]:
-    """Give ranks on the stand-in a folder for their messages."""
+    """Yield variables that give ranks on the stand-in a folder for their messages."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         yield stand_ins.messages(folder) if os.environ.get(stand_ins.ASKED_FOR) else {}
 
 
 def _rank(kind: str, words: list[str]) -> dict[str, Any]:
-    """Do what one rank does."""
+    """Run one rank."""
     from benchmarks.npu import part
 
     part.prepare()

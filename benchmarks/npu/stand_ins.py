@@ -1,13 +1,12 @@
-"""The stand-in device of ``tests/npu/device`` in place of an NPU: the real torch_npu, values by CPU kernels.
+"""Stand-in device of ``tests/npu/device`` for an NPU: the real torch_npu, with values from CPU kernels.
 
-A process that has it shows that the programs here run on tensors of the device's type; no figure of it says
-anything about a device.
+It shows that the programs here run on tensors of the device's type; its figures say nothing about a device.
 """
 
 from __future__ import annotations
 
 ASKED_FOR = "NPU_STAND_INS"
-"""Set in the environment of a process that is to have it."""
+"""Environment variable that requests the stand-in in a process."""
 
 
 def environment() -> dict[str, str]:
@@ -22,12 +21,12 @@ def environment() -> dict[str, str]:
 
 
 def install() -> None:
-    """Give tensors of this process on the NPU their values."""
+    """Compute this process's tensors on the NPU with CPU kernels."""
     from tests.npu.device import mode
 
     mode.start()
 
 
 def messages(folder: str) -> dict[str, str]:
-    """Return the variables with which ranks exchange their messages through a folder."""
+    """Return variables that make ranks exchange their messages through a folder."""
     return {"STAND_IN_HCCL": folder}

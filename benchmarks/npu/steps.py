@@ -28,7 +28,7 @@ SHAPES = {
     "DeepSeek-V3.2, 4096 tokens": Shape(f"{_ONE_LAYER} {_DEEPSEEK}", BF16),
     "GLM-5, 4096 tokens": Shape(f"{_ONE_LAYER} {_GLM}", BF16),
 }
-# Of widths that the operators take; the sparse loss takes more heads and is computed in PyTorch.
+# Widths that the operators take. The sparse loss needs more heads, and is computed in PyTorch.
 TINY = """
     --bf16 --num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 2
     --q-lora-rank 32 --kv-lora-rank 512 --qk-head-dim 16 --qk-pos-emb-head-dim 64 --v-head-dim 16
@@ -37,7 +37,7 @@ TINY = """
 """
 QUICK = {"tiny": Shape(f"{TINY} --num-experts 0", BF16)}
 
-# Small, of widths that the operators take.
+# Small, with widths that the operators take.
 MODEL = """
     --bf16 --num-layers 3 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 64
     --seq-length 2048 --q-lora-rank 512 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
@@ -65,14 +65,14 @@ _SHOWN = 25
 
 
 def layers(quick: bool, tell: Tell) -> dict[str, Any]:
-    """By model what :func:`benchmarks.gpu.layer.compared` returns."""
+    """Return by model the results of :func:`benchmarks.gpu.layer.compared`."""
     return layer.run(None, quick, tell, QUICK if quick else SHAPES)
 
 
 def memory(quick: bool, tell: Tell) -> dict[str, Any]:
-    """By feature what :func:`benchmarks.gpu.features.compared` returns; sums have a fixed order.
+    """Return by feature the results of :func:`benchmarks.gpu.features.compared`; sums have a fixed order.
 
-    With it the sparse loss and the indexer's gradient are PyTorch's: torch_npu's have none.
+    The sparse loss and the indexer's gradient are then PyTorch's: torch_npu's have no fixed order.
     """
     return features.run(
         quick, tell, f"{TINY} --num-experts 0" if quick else MODEL, QUICK_CASES if quick else CASES
@@ -80,10 +80,10 @@ def memory(quick: bool, tell: Tell) -> dict[str, Any]:
 
 
 def profiled(folder: Path, quick: bool) -> dict[str, Any]:
-    """Time on the device by kind of operator and core in a few fused steps, longest first.
+    """Return time on the device by kind of operator and core in a few fused steps, longest first.
 
     Args:
-        folder: for torch_npu's profile, which MindStudio Insight opens.
+        folder: folder for torch_npu's profile, which MindStudio Insight opens.
         quick: a tiny model.
     """
     import torch_npu
@@ -103,7 +103,7 @@ def profiled(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def operators_of(table: Path) -> dict[str, Any]:
-    """Milliseconds and calls of each kind of operator with the cores that ran it, longest first.
+    """Return milliseconds and calls of each kind of operator, with the cores that ran it, longest first.
 
     Args:
         table: ``op_statistic.csv`` of torch_npu's profiler.

@@ -1,4 +1,4 @@
-"""The report in words: Markdown, what is wrong first."""
+"""Report of the case ``npu`` in Markdown, problems first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _VERDICTS = {
 
 
 def report(found: Mapping[str, Any], device: str, operator_parts: Sequence[str]) -> str:
-    """One page.
+    """Return the report.
 
     Args:
         found: metrics of the case ``npu``.
-        device: the NPU's name.
-        operator_parts: whose rows are operators.
+        device: NPU's name.
+        operator_parts: parts with a row for each operator.
     """
     lines = [f"# {device}", ""]
     for name, title in _VERDICTS.items():
@@ -87,7 +87,7 @@ def _operators(operators: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _backends(found: Mapping[str, Any]) -> Iterator[str]:
-    """Which backends the fused steps' operators ran on."""
+    """Yield the backends that the fused steps' operators ran on."""
     for name, sides in rows_of(found, "layer").items():
         fused = sides["fused"]
         if not isinstance(fused, str):
@@ -95,7 +95,7 @@ def _backends(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ranks(found: Mapping[str, Any]) -> Iterator[str]:
-    """Collectives and layouts, of the part ``ranks``."""
+    """Yield the section of the part ``ranks``: collectives and layouts."""
     rows = rows_of(found, "ranks")
     links = [
         (f"{case.partition(',')[0]}, {name}", figures["ms"], figures["gb_s"])

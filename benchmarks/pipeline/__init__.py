@@ -1,4 +1,4 @@
-"""Pipeline schedules: simulated figures, and real steps on a few ranks; each cell can be run alone."""
+"""Pipeline schedules: simulated figures, and real steps on a few ranks, in cells that can run separately."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ CELLS = {
     "split": "benchmarks.pipeline.split",
     "dualpipev": "benchmarks.pipeline.dualpipev",
 }
-"""By the name that ``--only`` takes: a module."""
+"""Cell's module by its name for ``--only``."""
 
 run = CellCase("pipeline", CELLS)

@@ -18,18 +18,18 @@ from benchmarks.model import deterministic_layers, global_names
 
 VOCABULARY = 256
 Step = Callable[[AbstractContextManager[Any]], dict[str, Tensor]]
-"""Runs a step inside of the context that it is given; returns this rank's losses and gradients by name."""
+"""Runs a step inside the given context; returns this rank's losses and gradients by name."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the measurement."""
 
-    layers: int = 4  # of the whole model
-    microbatches: int = 4  # of one sequence each
-    tokens: int = 256  # of a sequence
+    layers: int = 4  # layers of the whole model
+    microbatches: int = 4  # microbatches of one sequence each
+    tokens: int = 256  # tokens of a sequence
     hidden: int = 512  # width of a token
-    rounds: int = 15  # each runs every variant once
+    rounds: int = 15  # a round runs every variant once
 
 
 QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
@@ -38,16 +38,16 @@ LAYOUTS = {"PP2": (2, 1), "PP2 x VPP2": (2, 2), "PP4": (4, 1)}
 
 
 def on_ranks(measure: str, ranks: int, chunks: int, sizes: Sizes) -> tuple[list[dict[str, Any]], int]:
-    """Call a function on pipeline ranks, each with a core of its own where there are as many.
+    """Call a function on pipeline ranks, each on its own core if there are enough.
 
     Args:
-        measure: ``module:function``, which takes the chunks of a rank and the sizes.
-        ranks: how many.
-        chunks: of a rank.
-        sizes: of the model and the batch.
+        measure: path ``module:function`` of a function of a rank's chunks and the sizes.
+        ranks: number of pipeline ranks.
+        chunks: chunks per rank.
+        sizes: sizes of the model and the batch.
 
     Returns:
-        The result of each rank, and the number of cores there are.
+        The result of each rank, and the number of cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:
@@ -57,13 +57,13 @@ def on_ranks(measure: str, ranks: int, chunks: int, sizes: Sizes) -> tuple[list[
 def dense_step(
     chunks: int, sizes: Sizes, switches: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> Step:
-    """Return a training step of a dense model, on as many pipeline ranks as there are processes.
+    """Return a training step of a dense model, on as many pipeline ranks as processes.
 
     Args:
-        chunks: of a rank.
-        sizes: of the model and the batch.
-        switches: for ``mindspeed_dsa.enable``.
-        config: more of Megatron's configuration.
+        chunks: chunks per rank.
+        sizes: sizes of the model and the batch.
+        switches: arguments of ``mindspeed_dsa.enable``.
+        config: additional arguments of Megatron's configuration.
     """
     import mindspeed_dsa
 
@@ -79,15 +79,15 @@ def dense_step(
 
 
 def pipeline_step(chunks: int, sizes: Sizes, config: Mapping[str, Any]) -> Step:
-    """Return a training step without the optimizer's, where features are on and process groups exist.
+    """Return a training step without the optimizer's, given enabled features and process groups.
 
-    Weights depend on their names alone, and the batch on the data parallel rank: a step gives the same
-    losses and gradients wherever layers lie.
+    Weights depend only on their names, and the batch only on the data parallel rank: a step gives the same
+    losses and gradients for any placement of layers.
 
     Args:
-        chunks: of a rank.
-        sizes: of the model and the batch.
-        config: more of Megatron's configuration.
+        chunks: chunks per rank.
+        sizes: sizes of the model and the batch.
+        config: additional arguments of Megatron's configuration.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -114,7 +114,7 @@ def pipeline_step(chunks: int, sizes: Sizes, config: Mapping[str, Any]) -> Step:
     batch = torch.randint(0, VOCABULARY, (sizes.microbatches, 1, sizes.tokens + 1), generator=noise)
 
     def step(variant: AbstractContextManager[Any]) -> dict[str, Tensor]:
-        # Looked up now: other features may be on than when the model was built.
+        # Look the schedule up now: other features may be on than when the model was built.
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for model in models:
@@ -141,7 +141,7 @@ def pipeline_step(chunks: int, sizes: Sizes, config: Mapping[str, Any]) -> Step:
 
 @torch.no_grad()
 def _fill(chunk: torch.nn.Module) -> None:
-    """Fill matrices by their names in the whole model; all others are ones."""
+    """Fill matrices by their names in the whole model; all other weights are ones."""
     for name, weight in global_names(chunk).items():
         if weight.dim() > 1:
             weight.normal_(std=0.02, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -169,7 +169,7 @@ def _configuration(chunks: int, sizes: Sizes, more: Mapping[str, Any]) -> Any:
 
 
 def forward_step(iterator: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
-    """Run one microbatch's forward, or return its plan, as Megatron's schedules ask for it."""
+    """Run one microbatch's forward, or return its plan, as Megatron's schedules request."""
     tokens = next(iterator)
     places = torch.arange(tokens.size(1) - 1).expand(tokens.size(0), -1)
     call = model.build_schedule_plan if return_schedule_plan else model

@@ -1,6 +1,6 @@
-"""Steps under DualPipeV beside interleaved 1F1B and 1F1B, in turns over a slow link, and their bubbles.
+"""Steps under DualPipeV, interleaved 1F1B and 1F1B, in alternation over a slow link, and their bubbles.
 
-One process of each rank holds the model once for every way to run it, dealt out as that way has it.
+Each rank's process holds the model once for every way to run it, with its layers placed as that way needs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mindspeed_dsa.schedule.simulate import simulate
 V = {"schedules_method": "dualpipev"}
 PAIRS = {"moe_fb_overlap": True}
 BOUND = 0.1
-"""By which share a recorded step's bubbles may differ from those of its simulation."""
+"""Largest relative difference of a recorded step's bubbles from its simulation's."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Way:
     """A way to run a step.
 
     Attributes:
-        chunks: of a rank.
-        switches: for ``mindspeed_dsa.enable``.
-        transfers: whether all-to-alls are what they are, or copies.
+        chunks: chunks per rank.
+        switches: arguments of ``mindspeed_dsa.enable``.
+        transfers: whether all-to-alls transfer; otherwise they only copy.
     """
 
     chunks: int
@@ -52,7 +52,7 @@ class Way:
     transfers: bool = True
 
     def layout(self, ranks: int, microbatches: int) -> recorded.Layout:
-        """Return what the simulator needs to know of it."""
+        """Return the simulator's description of this way."""
         v_shaped, paired = "schedules_method" in self.switches, "moe_fb_overlap" in self.switches
         return recorded.Layout(
             ranks,
@@ -91,14 +91,14 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks of a measurement, and what runs on them.
+    """Ranks of a measurement, and the ways to run a step on them.
 
     Attributes:
-        ranks: of the pipeline.
-        expert_ranks: in each stage.
-        ways: by name.
-        rivals: whose times ``dualpipe_over_interleaved`` compares.
-        config: more of Megatron's configuration.
+        ranks: number of pipeline ranks.
+        expert_ranks: expert parallel ranks in each stage.
+        ways: ways by name.
+        rivals: names of two ways; ``dualpipe_over_interleaved`` is the ratio of their times.
+        config: additional arguments of Megatron's configuration.
     """
 
     ranks: int
@@ -109,7 +109,7 @@ class Place:
 
 
 def places(hidden: int) -> dict[str, Place]:
-    """Return what is measured, by name, of a model of that width."""
+    """Return the measurements by name, for a model of that width."""
     widths = {"moe_ffn_hidden_size": hidden // 2, "moe_shared_expert_intermediate_size": hidden}
     dense = ("DualPipeV", STOCK)
     return {
@@ -126,7 +126,7 @@ class Sizes(dense_steps.Sizes):
     """Sizes of the measurement.
 
     Attributes:
-        traces: steps of each way that are recorded after those that are timed.
+        traces: steps of each way that are recorded after the timed ones.
     """
 
     traces: int = 9
@@ -141,12 +141,12 @@ def _sizes(place: Place, quick: bool) -> Sizes:
 
 def run(link: str, quick: bool) -> Metrics:
     """Return the cell's entries, with a caution where ranks share cores."""
-    found = {}
+    figures = {}
     for name, place in places(64 if quick else 512).items():
-        found[name] = _measured(place, _sizes(place, quick), link)
-        print(f"dualpipev, {name}: {found[name]}", file=sys.stderr, flush=True)
-    headline = {name: each["dualpipe_over_interleaved"] for name, each in found.items()}
-    return {"dualpipe_over_interleaved": headline, "dualpipev": found}
+        figures[name] = _measured(place, _sizes(place, quick), link)
+        print(f"dualpipev, {name}: {figures[name]}", file=sys.stderr, flush=True)
+    headline = {name: each["dualpipe_over_interleaved"] for name, each in figures.items()}
+    return {"dualpipe_over_interleaved": headline, "dualpipev": figures}
 
 
 def _measured(place: Place, sizes: Sizes, link: str) -> Metrics:
@@ -156,7 +156,7 @@ def _measured(place: Place, sizes: Sizes, link: str) -> Metrics:
         tempfile.TemporaryDirectory(prefix="dualpipev-") as folder,
         LinkBed(ranks, link, [cores[rank % len(cores)] for rank in range(ranks)]) as bed,
     ):
-        found = bed.run(
+        results = bed.run(
             "benchmarks.pipeline.dualpipev:measure",
             place=place,
             sizes=dataclasses.replace(sizes, traces=0) if shared else sizes,
@@ -164,7 +164,7 @@ def _measured(place: Place, sizes: Sizes, link: str) -> Metrics:
         )
         bubbles = {way.name: _bubbles(way) for way in sorted(Path(folder).iterdir())}
     caution = f"{ranks} ranks share {len(cores)} cores, which are hardly idle" if shared else None
-    return metrics(place, sizes.microbatches, found[0], bubbles, caution)
+    return metrics(place, sizes.microbatches, results[0], bubbles, caution)
 
 
 def metrics(
@@ -174,14 +174,14 @@ def metrics(
     bubbles: Mapping[str, Sequence[tuple[float, float]]],
     caution: str | None = None,
 ) -> Metrics:
-    """Convert times of steps to ratios, of medians.
+    """Convert times of steps to ratios of medians.
 
     Args:
-        place: what was measured.
-        microbatches: of a step.
-        found: of :func:`measure`.
-        bubbles: by way, of each recorded step its bubbles and those of its simulation.
-        caution: what is to be known of these figures.
+        place: measured place.
+        microbatches: microbatches of a step.
+        found: result of :func:`measure`.
+        bubbles: bubbles of each recorded step and of its simulation, by way.
+        caution: reservation about these figures.
     """
     median = {name: 1e3 * timing.median for name, timing in found["times"].items()}
     costs = _costs(1 - median["no transfers"] / median[STOCK] if "no transfers" in median else 0.0)
@@ -194,12 +194,12 @@ def metrics(
     return {
         "dualpipe_over_interleaved": median[ours] / median[rival],
         "dualpipe_over_interleaved_simulated": lists[ours] / lists[rival],
-        "step_over_stock": {name: each / median[STOCK] for name, each in median.items()},
-        "step_over_stock_simulated": {name: each / lists[STOCK] for name, each in lists.items()},
+        "step_over_stock": {name: value / median[STOCK] for name, value in median.items()},
+        "step_over_stock_simulated": {name: value / lists[STOCK] for name, value in lists.items()},
         "milliseconds_median": median,
         "milliseconds": {name: 1e3 * timing.wall for name, timing in found["times"].items()},
         "processor_milliseconds": {name: 1e3 * timing.processor for name, timing in found["times"].items()},
-        "bubbles": {name: _compared(each) for name, each in bubbles.items()},
+        "bubbles": {name: _compared(value) for name, value in bubbles.items()},
         "deviation": found["deviation"],
         **({"caution": caution} if caution else {}),
     }
@@ -209,14 +209,14 @@ def _costs(exposed: float) -> Costs:
     """Return costs of a chunk: forward and both gradients of 1 each, and all-to-alls.
 
     Args:
-        exposed: share of a stock step that is lost to all-to-alls; as many bytes travel in either direction.
+        exposed: share of a stock step that is lost to all-to-alls; both directions transfer the same bytes.
     """
     transfers = 3 * exposed / (1 - exposed)
     return Costs(all_to_all_forward=transfers / 2, all_to_all_backward=transfers / 2)
 
 
 def _simulated(layout: recorded.Layout, costs: Costs) -> float:
-    """Return a step's length, where a rank with one chunk has as many layers as one with two."""
+    """Return a step's simulated length; ranks with one chunk have as many layers as ranks with two."""
     own = costs.scaled(2 / layout.chunks)
     return simulate(beside.schedule_of(layout, Megatron()), own).step_time
 
@@ -235,19 +235,21 @@ def _compared(steps: Sequence[tuple[float, float]]) -> Metrics:
 
 
 def _bubbles(folder: Path) -> list[tuple[float, float]]:
-    found = [beside.compare(each, Megatron()) for each in sorted(folder.iterdir())]
-    if any(step.other_order for step in found):
+    comparisons = [beside.compare(each, Megatron()) for each in sorted(folder.iterdir())]
+    if any(step.other_order for step in comparisons):
         raise RuntimeError(f"dualpipev: {folder.name} ran another order than its list; it is not reported")
-    return [(real.bubble_fraction, own.bubble_fraction) for real, own in (step.figures() for step in found)]
+    return [
+        (real.bubble_fraction, own.bubble_fraction) for real, own in (step.figures() for step in comparisons)
+    ]
 
 
 def measure(place: Place, sizes: Sizes, folder: str) -> dict[str, Any]:
-    """Times of all ways, the same on all ranks; recorded steps are written to the folder.
+    """Return times of all ways, the same on all ranks; write recorded steps to the folder.
 
     Args:
         place: ranks, and the ways to run a step.
-        sizes: of the model and the batch.
-        folder: gets one folder for each way and recorded step.
+        sizes: sizes of the model and the batch.
+        folder: folder that gets one folder for each way and recorded step.
     """
     _arm(place.ways[FIRST])
     from megatron.core import parallel_state, tensor_parallel
@@ -285,7 +287,7 @@ def measure(place: Place, sizes: Sizes, folder: str) -> dict[str, Any]:
 
 
 def _arm(way: Way, **more: Any) -> None:
-    """Switch on a way's features, and say how many chunks a rank has."""
+    """Enable a way's features, and set the number of chunks per rank."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -300,7 +302,7 @@ def _step(step: dense_steps.Step, way: Way) -> dict[str, Tensor]:
 
 
 def _of_all_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what all ranks have found; each data parallel rank has its own batch and experts."""
+    """Return the results of all ranks; each data parallel rank has its own batch and experts."""
     from megatron.core import parallel_state
 
     replica = parallel_state.get_data_parallel_rank()

@@ -1,7 +1,7 @@
-"""Steps with microbatches in two halves, EP2 without a pipeline: what of the transfers is hidden.
+"""Steps with microbatches in two halves, EP2 without a pipeline: the hidden fraction of transfers.
 
-The ceiling is what a step would gain if every transfer were hidden as far as there is work above it, by the
-times of the stages alone.
+The ceiling is a step's gain if every transfer were hidden as far as there is work above it, by the separate
+times of the stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS = VARIANTS[1:4]
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     sizes = dataclasses.replace(QUICK, sequences=2) if quick else SIZES
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.pipeline.halves:measure", sizes=sizes)[0]
@@ -46,8 +46,8 @@ def metrics(found: Mapping[str, Any], layers: int) -> Metrics:
     """Convert least times to ratios.
 
     Args:
-        found: of :func:`measure`.
-        layers: all with experts.
+        found: result of :func:`measure`.
+        layers: number of layers, all with experts.
     """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
     parts = _by_way({name: 1e3 * timing.wall for name, timing in found["parts"].items()})
@@ -78,16 +78,17 @@ _TRANSFERS = 8
 
 
 def hideable(parts: Mapping[str, float], exposed: float, layers: int) -> float:
-    """Return what of a step's transfers has work above it.
+    """Return the time of a step's transfers that have work above them.
 
-    A transfer takes an equal part of what all of them cost the stock step, more than alone on the link. Of
-    each layer a dispatch is above attention, one above experts and shared expert of a half, and so is a
-    combine; the other one above the next layer's attention, behind the last layer above the shared expert.
+    A transfer takes an equal part of the time that all of them cost the stock step, which is more than alone
+    on the link. In each layer one dispatch is above attention; the other dispatch and a combine are above
+    experts and shared expert of a half. The other combine is above the next layer's attention, or above the
+    shared expert after the last layer.
 
     Args:
         parts: times of a half's attention, experts and shared expert, in either direction.
         exposed: time of all transfers of a stock step.
-        layers: all with experts.
+        layers: number of layers, all with experts.
     """
     total, transfer = 0.0, exposed / (_TRANSFERS * layers)
     for way in ("forward", "backward"):
@@ -100,7 +101,7 @@ def hideable(parts: Mapping[str, float], exposed: float, layers: int) -> float:
 
 
 def _by_way(parts: dict[str, float]) -> dict[str, float]:
-    """Return times of backward alone in place of those of both ways."""
+    """Replace times of both directions by times of backward."""
     ways = {name: wall for name, wall in parts.items() if not name.endswith(_BOTH)}
     for name in parts.keys() - ways.keys():
         part = name.removesuffix(_BOTH)
@@ -112,7 +113,7 @@ _BOTH = ", both"
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """What the layers chose in their first step, and times of a step's variants; the same on all ranks."""
+    """Return the layers' choice in their first step, and times of variants; the same on all ranks."""
     from mindspeed_dsa.features.moe.batch_overlap.choice import State
     from mindspeed_dsa.session import current
 
@@ -146,7 +147,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _way(name: str, layers: list[Any], state: Any) -> Iterator[None]:
-    """How layers work in the block: stock's way, or as ``--moe-alltoall-overlap-comm`` or halves have it."""
+    """Run layers in the block as stock does, as ``--moe-alltoall-overlap-comm`` does, or in halves."""
     from mindspeed_dsa.features.moe.alltoall_overlap import layer as whole
 
     with contextlib.ExitStack() as stack:
@@ -160,7 +161,7 @@ def _way(name: str, layers: list[Any], state: Any) -> Iterator[None]:
 
 
 def _parts(layer: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
-    """Parts of a half: attention with router and permutation, experts, shared expert, a transfer."""
+    """Return parts of a half: attention with router and permutation, experts, shared expert, a transfer."""
     moe, dispatcher = layer.mlp, layer.mlp.token_dispatcher
     hidden = torch.randn(sizes.tokens, sizes.sequences // 2, sizes.hidden)
     rows = hidden.numel() // sizes.hidden * sizes.topk
@@ -178,13 +179,13 @@ def _parts(layer: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
         return output
 
     works: dict[str, Callable[[], object]] = {}
-    for name, part, given in (
+    for name, part, operand in (
         ("attention", attention, hidden),
         ("experts", experts, torch.randn(rows, sizes.hidden)),
         ("shared", moe.shared_experts, hidden),
     ):
-        works[f"{name}, forward"] = partial(_forward, part, given)
-        works[f"{name}{_BOTH}"] = partial(_both, part, given)
+        works[f"{name}, forward"] = partial(_forward, part, operand)
+        works[f"{name}{_BOTH}"] = partial(_both, part, operand)
     sent = torch.randn(rows // 2 * 2, sizes.hidden)
     works["transfer"] = lambda: dist.all_to_all_single(torch.empty_like(sent), sent)
     return works

@@ -1,6 +1,6 @@
-"""Steps of paired forwards and backwards, EP2 without a pipeline: what of their transfers is hidden.
+"""Steps of paired forwards and backwards, EP2 without a pipeline: the hidden fraction of transfers.
 
-A step of one microbatch has no pair: it is the warm-up and the cool-down of a longer one, alone.
+A step of one microbatch has no pair: it is only the warmup and the cooldown of a longer one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OTHER = {"moe_alltoall_overlap_comm": True}
 
 @dataclass(frozen=True)
 class Sizes(problem.Sizes):
-    """Sizes of the measurement, with those of an MoE layer.
+    """Sizes of the measurement, including an MoE layer's.
 
     Attributes:
-        layers: all with experts.
-        microbatches: of a step.
-        sequences: of a microbatch, of which ``tokens`` is the length.
+        layers: number of layers, all with experts.
+        microbatches: microbatches of a step.
+        sequences: sequences of a microbatch, of length ``tokens``.
     """
 
     layers: int = 4
@@ -52,11 +52,11 @@ QUICK = Sizes(layers=2, microbatches=2, tokens=32, hidden=64, ffn=32, shared=32,
 
 VARIANTS = ("stock", "pairs", "overlap in one microbatch", "no transfers")
 ENDS = ("stock", "pairs", "no transfers")
-"""Of these a step with one microbatch is measured, too."""
+"""Variants that are also measured with a step of one microbatch."""
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.pipeline.pairs:measure", sizes=QUICK if quick else Sizes())[0]
     print(f"pairs: {found}", file=sys.stderr, flush=True)
@@ -67,7 +67,7 @@ def metrics(found: Mapping[str, Any]) -> Metrics:
     """Convert least times of steps to ratios.
 
     Args:
-        found: of :func:`measure`.
+        found: result of :func:`measure`.
     """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
     edges = {name: wall[_alone(name)] for name in ENDS}
@@ -81,10 +81,10 @@ def metrics(found: Mapping[str, Any]) -> Metrics:
 
 
 def hidden(found: Mapping[str, Any]) -> Metrics:
-    """Return what pairs hide of a stock step's all-to-alls, and all times.
+    """Return the fraction of a stock step's all-to-alls that pairs hide, and all times.
 
     Args:
-        found: of :func:`measure`.
+        found: result of :func:`measure`.
     """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
     exposed = wall["stock"] - wall["no transfers"]
@@ -103,7 +103,7 @@ def _alone(name: str) -> str:
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Times of a step's variants; the same on all ranks."""
+    """Return times of a step's variants, the same on all ranks."""
     start(**SWITCH)
     step = step_of(sizes)
     expected = step("stock", 2)
@@ -120,7 +120,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def _arm(name: str) -> None:
-    """Switch on the feature of a variant; the two exclude each other."""
+    """Enable the feature of a variant; the two features exclude each other."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -130,15 +130,16 @@ def _arm(name: str) -> None:
 def step_of(
     sizes: Sizes, prepare: Callable[[Any], None] | None = None, **overrides: Any
 ) -> Callable[..., dict[str, Tensor]]:
-    """A training step without the optimizer's, by variant and microbatches; returns losses and gradients.
+    """Return a training step without the optimizer's, by variant and number of microbatches.
 
-    Names that begin with ``pairs`` take Megatron's schedule of pairs, ``no transfers`` a copy in place of
-    every all-to-all, whose rows are then wrong. All others are Megatron's step as it is patched.
+    The step returns losses and gradients. Variants that begin with ``pairs`` take Megatron's schedule of
+    pairs. ``no transfers`` takes a copy in place of every all-to-all, so that rows are wrong. All others are
+    Megatron's step as currently patched.
 
     Args:
-        sizes: of the model and the step.
-        prepare: gets the model.
-        **overrides: of its configuration.
+        sizes: sizes of the model and the step.
+        prepare: function called with the model.
+        **overrides: arguments of the model's configuration.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -206,6 +207,6 @@ def _configuration(sizes: Sizes, **overrides: Any) -> Any:
 
 @contextlib.contextmanager
 def copies() -> Iterator[None]:
-    """Copy in place of every all-to-all, whose rows are then wrong."""
+    """Copy in place of every all-to-all in the block; the rows are then wrong."""
     with mock.patch.object(dist, "all_to_all_single", copy_rows):
         yield

@@ -1,8 +1,8 @@
 """Steps with full recompute, in place and in bubbles, on real pipeline ranks that talk over loopback.
 
-What a bubble hides is measured against the theory, by which a step gets shorter by ``(PP - 1) R``, ``R``
-being the time in which a chunk recomputes its forward. Only a rank with a core of its own is idle in a
-bubble: where ranks share cores, others compute meanwhile, and there is little to gain.
+In theory a step gets shorter by ``(PP - 1) R``, where ``R`` is the time to recompute a chunk's forward; the
+figures are relative to that. Only a rank with its own core is idle in a bubble: if ranks share cores, others
+compute meanwhile, and there is little to gain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries, with a caution where ranks share cores."""
+    """Return the cell's entries, with a caution where ranks share cores."""
     found = {name: _layout(*layout, QUICK if quick else Sizes()) for name, layout in LAYOUTS.items()}
     print(f"recompute: {found}", file=sys.stderr, flush=True)
     return {"recompute": found}
@@ -38,13 +38,14 @@ def _layout(ranks: int, chunks: int, sizes: Sizes) -> Metrics:
 
 
 def metrics(of_ranks: Sequence[Mapping[str, Any]], caution: str | None = None) -> Metrics:
-    """Convert times of steps to ratios: of medians, since a difference of two least times is chance twice.
+    """Convert times of steps to ratios.
 
     Args:
-        of_ranks: what :func:`measure` returns on each.
-        caution: what is to be known of these figures.
+        of_ranks: results of :func:`measure` by rank.
+        caution: reservation about these figures.
     """
     again = 1e3 * statistics.mean(each["again"] for each in of_ranks if each["again"] is not None)
+    # Prefer medians: a difference of two least times is chance twice.
     median = {name: 1e3 * timing.median for name, timing in of_ranks[0]["times"].items()}
     least = {name: 1e3 * timing.wall for name, timing in of_ranks[0]["times"].items()}
 
@@ -73,16 +74,16 @@ def _caution(ranks: int, cores: int) -> str:
 
 
 def measure(chunks: int, sizes: Sizes) -> dict[str, Any]:
-    """Times of both variants and of a chunk's recomputation; times are the same on all ranks."""
+    """Return times of both variants, the same on all ranks, and of a chunk's recomputation."""
     step = dense_step(chunks, sizes, SWITCH, FULL)
     seconds: list[float] = []
     variants = {"plain": lambda: step(_plain()), "bubble": lambda: step(_timed(seconds))}
     deviates = deviation(variants["bubble"](), variants["plain"]())
     seconds.clear()
-    found = {"deviation": deviates, "times": minima(variants, sizes.rounds)}
+    figures = {"deviation": deviates, "times": minima(variants, sizes.rounds)}
     # A segment is a layer. The last rank of a pipeline without virtual stages waits for no gradient.
     layers = sizes.layers // (dist.get_world_size() * chunks)
-    return {**found, "again": layers * statistics.median(seconds) if seconds else None}
+    return {**figures, "again": layers * statistics.median(seconds) if seconds else None}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Steps with full recomputation, EP2 without a pipeline: Megatron's, and in pairs that recompute inside.
+"""Steps with full recomputation, EP2 without a pipeline: Megatron's, and pairs that recompute inside.
 
-Once with tokens spread evenly; once with popular experts, whose weights travel in pairs.
+Measured with evenly spread tokens, and with popular experts whose weights move in pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SKEWED_WAYS = ("stock", "pairs", "pairs, balanced")
 
 
 def run(link: str, quick: bool) -> Metrics:
-    """The cell's entries."""
+    """Return the cell's entries."""
     sizes = QUICK if quick else Sizes()
     with LinkBed(2, link) as bed:
         even = bed.run("benchmarks.pipeline.recomputed_pairs:measure", sizes=sizes)[0]
@@ -37,8 +37,8 @@ def metrics(even: Mapping[str, Any], skewed: Mapping[str, Any]) -> Metrics:
     """Convert least times of steps to ratios.
 
     Args:
-        even: of :func:`measure`, with tokens spread evenly.
-        skewed: of :func:`measure`, with popular experts.
+        even: result of :func:`measure` with tokens spread evenly.
+        skewed: result of :func:`measure` with popular experts.
     """
     wall = {name: timing.wall for name, timing in even["times"].items()}
     popular = {name: 1e3 * timing.wall for name, timing in skewed["times"].items()}
@@ -57,11 +57,11 @@ def metrics(even: Mapping[str, Any], skewed: Mapping[str, Any]) -> Metrics:
 
 
 def measure(sizes: Sizes, zipf: float | None = None) -> dict[str, Any]:
-    """Times of a step's variants, each of which recomputes all layers; the same on all ranks.
+    """Return times of a step's variants, which all recompute all layers; the same on all ranks.
 
     Args:
-        sizes: of the model and the step.
-        zipf: exponent of the experts' popularity, ``None``: as routers begin.
+        sizes: sizes of the model and the step.
+        zipf: exponent of the experts' popularity; ``None`` for routers as initialized.
     """
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
 

@@ -1,4 +1,4 @@
-"""What the simulator says of Megatron's schedules: with and without pairs, and with full recompute."""
+"""Simulated figures of Megatron's schedules: with and without pairs, and with full recompute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ THIRD = Costs(all_to_all_forward=0.5, all_to_all_backward=1.0)
 
 
 def run(link: str = "", quick: bool = False) -> Metrics:
-    """The cell's entries; nothing is measured."""
+    """Return the cell's entries; nothing is measured."""
     return {
         "simulated": {name: _pairs(layout) for name, layout in PAIRED.items()},
         "simulated_recompute": {name: _recompute(layout) for name, layout in RECOMPUTED.items()},
@@ -43,9 +43,9 @@ def _figures(layout: Layout, costs: Costs, **options: Any) -> Figures:
 
 
 def _pairs(layout: Layout) -> Metrics:
-    """Step times and shares; a chunk's forward takes 1."""
+    """Return step times and shares; a chunk's forward takes 1."""
     extra_warmup = {"paired": True, "extra_warmup": True}
-    found = {
+    results = {
         "without all-to-all": _figures(layout, Costs()),
         "stock": _figures(layout, THIRD),
         "pairs": _figures(layout, THIRD, paired=True),
@@ -54,11 +54,11 @@ def _pairs(layout: Layout) -> Metrics:
             layout, replace(THIRD, hidden_alone=0.5), **extra_warmup
         ),
     }
-    extra, stock = (found[name].chunks_in_flight for name in ("pairs, +1 warmup", "stock"))
+    extra, stock = (results[name].chunks_in_flight for name in ("pairs, +1 warmup", "stock"))
     return {
-        "step_time": {name: each.step_time for name, each in found.items()},
+        "step_time": {name: each.step_time for name, each in results.items()},
         "steady_a2a_hidden_worst_rank": {
-            name: found[name].steady_hidden_worst or 0.0 for name in ("pairs", "pairs, +1 warmup")
+            name: results[name].steady_hidden_worst or 0.0 for name in ("pairs", "pairs, +1 warmup")
         },
         "extra_chunks_in_flight": max(extra) - max(stock),
         "extra_microbatches_in_flight": (max(extra) - max(stock)) / layout[1],
@@ -66,7 +66,7 @@ def _pairs(layout: Layout) -> Metrics:
 
 
 def _recompute(layout: Layout) -> Metrics:
-    """Step times with full recompute; a chunk's forward takes 1, as does its recomputation."""
+    """Return step times with full recompute; a chunk's forward and its recomputation take 1 each."""
     plain, bubble = (
         _figures(layout, Costs(), recompute=where).step_time for where in ("in place", "in bubbles")
     )

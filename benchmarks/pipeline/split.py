@@ -1,7 +1,7 @@
 """Steps with whole and with split backwards, on real pipeline ranks that talk over loopback.
 
-By the theory a step gets shorter by ``2 (PP - 1) W``, ``W`` being the time of a chunk's weight gradients of
-one microbatch. Only a rank with a core of its own is idle in a bubble: where ranks share cores, others work
+In theory a step gets shorter by ``2 (PP - 1) W``, where ``W`` is the time of a chunk's weight gradients for
+one microbatch. Only a rank with its own core is idle in a bubble: if ranks share cores, others work
 meanwhile, and there is little to gain.
 """
 
@@ -42,7 +42,7 @@ def _layout(ranks: int, chunks: int, sizes: Sizes) -> Metrics:
 
 
 def simulated_ratio(ranks: int, chunks: int, microbatches: int) -> float:
-    """Return the step's length over that with whole backwards, where F, dX and dW take the same time."""
+    """Return a step's simulated length over stock's, where F, dX and dW take the same time."""
     whole = megatron_order.schedule(Megatron(), ranks, chunks, microbatches)
     split, stock = (simulate(each, Costs()).step_time for each in (lists.weights_later(whole), whole))
     return split / stock
@@ -52,11 +52,11 @@ def metrics(of_ranks: Sequence[Mapping[str, Any]], simulated: float, caution: st
     """Convert times of steps to ratios, of medians and of least times.
 
     Args:
-        of_ranks: what :func:`measure` returns on each.
+        of_ranks: results of :func:`measure` by rank.
         simulated: see :func:`simulated_ratio`.
-        caution: what is to be known of these figures.
+        caution: reservation about these figures.
     """
-    weights = 1e3 * statistics.mean(each["weights"] for each in of_ranks)
+    weights = 1e3 * statistics.mean(result["weights"] for result in of_ranks)
     median = {name: 1e3 * timing.median for name, timing in of_ranks[0]["times"].items()}
     least = {name: 1e3 * timing.wall for name, timing in of_ranks[0]["times"].items()}
     return {
@@ -67,14 +67,14 @@ def metrics(of_ranks: Sequence[Mapping[str, Any]], simulated: float, caution: st
         "milliseconds_median": median,
         "milliseconds": least,
         "chunk_weight_gradients_milliseconds": weights,
-        "deviation": max(each["deviation"] for each in of_ranks),
-        "waiting_bytes": [each["waiting"] for each in of_ranks],
+        "deviation": max(result["deviation"] for result in of_ranks),
+        "waiting_bytes": [result["waiting"] for result in of_ranks],
         **({"caution": caution} if caution else {}),
     }
 
 
 def measure(chunks: int, sizes: Sizes) -> dict[str, Any]:
-    """Times of both variants and of a chunk's weight gradients; those of steps are the same on all ranks."""
+    """Return times of both variants, the same on all ranks, and of a chunk's weight gradients."""
     from mindspeed_dsa.features.pipeline.split_backward.playing import Player
     from mindspeed_dsa.session import current
 

@@ -1,4 +1,4 @@
-"""Plans against counted bytes, their own speed, and the articles' figures."""
+"""Plans compared with counted bytes, their own speed, and figures of published articles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROUNDS = 5
 
 
 def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
         device: not used: plans are arithmetic, and bytes are counted on CPUs.
@@ -40,9 +40,9 @@ def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
     names = names[:2] if quick else names
     if not names:
         raise SystemExit(f"plan: no layout has {only!r} in its name; there are {', '.join(LAYOUTS)}")
-    found = compared(names)
+    errors = compared(names)
     worst = {
-        f"{what}_error": max(each[what] for each in found.values())
+        f"{what}_error": max(each[what] for each in errors.values())
         for what in ("weights", "gradients", "optimizer", "activations", "bytes")
     }
     return {
@@ -50,12 +50,12 @@ def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
         **_speed(search_too=not quick),
         "articles_reproduced": sum(figure.reproduced for figure in FIGURES),
         "articles_total": len(FIGURES),
-        "layouts": found,
+        "layouts": errors,
     }
 
 
 def compared(names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By layout: the largest relative difference of any rank, counted from planned."""
+    """Return the largest relative difference between counted and planned of any rank, by layout."""
     counted = _count(names)
     return {name: _errors(name, [each for each in counted if each["layout"] == name]) for name in names}
 
@@ -65,27 +65,27 @@ def _errors(name: str, counted: Sequence[dict[str, Any]]) -> dict[str, float]:
     ranks = memory.of_job(job, 0.0)
     transfers = communication.of_job(job)
     worst = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "bytes", "other"), 0.0)
-    for each in counted:
-        own = ranks[each["pipeline_rank"]]
+    for answer in counted:
+        rank_memory = ranks[answer["pipeline_rank"]]
         pairs = {
-            "weights": (each["weights"], own.weights + own.buffers),
-            "gradients": (each["gradients"], own.gradients),
-            "activations": (each["kept"], own.kept),
+            "weights": (answer["weights"], rank_memory.weights + rank_memory.buffers),
+            "gradients": (answer["gradients"], rank_memory.gradients),
+            "activations": (answer["kept"], rank_memory.kept),
         }
-        optimizer = own.masters + own.moments
-        # With the state on the host nothing is left to compare with but what there would be without.
-        pairs["optimizer"] = (each["optimizer"] + own.host, optimizer + own.host)
+        optimizer = rank_memory.masters + rank_memory.moments
+        # State on the host leaves little on the device: compare with the host's bytes added to both sides.
+        pairs["optimizer"] = (answer["optimizer"] + rank_memory.host, optimizer + rank_memory.host)
         for what, (here, planned) in pairs.items():
             worst[what] = max(worst[what], abs(here - planned) / planned)
-        expected = communication.by_group(transfers[each["pipeline_rank"]])
-        received = dict(each["received"])
+        expected = communication.by_group(transfers[answer["pipeline_rank"]])
+        received = dict(answer["received"])
         sums = sum(received.values())
         worst["other"] = max(worst["other"], received.pop("other", 0.0) / max(sums, 1.0))
         for group in {*expected, *received}:
             here, planned = received.get(group, 0.0), expected.get(group, 0.0)
             if max(here, planned) > 0.001 * sums:
                 worst["bytes"] = max(worst["bytes"], abs(here - planned) / max(planned, 1.0))
-        _say(_line(name, each, own, expected))
+        _say(_line(name, answer, rank_memory, expected))
     return worst
 
 
@@ -107,7 +107,7 @@ def _line(name: str, each: dict[str, Any], own: memory.RankMemory, expected: dic
 
 
 def _count(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Answers of all ranks."""
+    """Return the answers of all ranks."""
     root = Path(__file__).parents[2]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,16 +136,16 @@ def _count(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _speed(search_too: bool) -> dict[str, float]:
-    """Milliseconds of a plan of DeepSeek-V3.2 on 2048 ranks from its flags on, and seconds of a search."""
+    """Return milliseconds to plan DeepSeek-V3.2 on 2048 ranks from its flags, and seconds of a search."""
     h200 = timing.device("h200")
 
     def job(any_layout: bool = False) -> Job:
         return arguments.job_of(_DEEPSEEK.split(), 2048, "deepseek-v3.2", any_layout=any_layout)
 
-    found = {"plan_ms": 1e3 * min(_seconds(lambda: plan.make(job(), h200)) for _ in range(_ROUNDS))}
+    figures = {"plan_ms": 1e3 * min(_seconds(lambda: plan.make(job(), h200)) for _ in range(_ROUNDS))}
     if search_too:
-        found["search_s"] = _seconds(lambda: search.search(job(any_layout=True), h200))
-    return found
+        figures["search_s"] = _seconds(lambda: search.search(job(any_layout=True), h200))
+    return figures
 
 
 def _seconds(work: Callable[[], Any]) -> float:

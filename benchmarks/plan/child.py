@@ -1,4 +1,4 @@
-"""One rank of the layouts; prints what it counted, one line of JSON each.
+"""One rank of the layouts; prints its counts, one line of JSON for each layout.
 
 ``python -m benchmarks.plan.child NAME...`` with torchrun's environment.
 """
@@ -24,9 +24,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 _TEXT = "Layouts are counted. " * 400
 _FILES = 6
 COUNTED = 10
-"""Steps; the least of their activations counts, as gloo frees its buffers late in most of them."""
+"""Counted steps; the least of their activations counts, as gloo frees its buffers late in most of them."""
 CERTAIN = 20.0
-"""Added to the logits of the experts that a token is dealt to, and taken from the others'."""
+"""Number added to the logits of the experts that a token is dealt to, and subtracted from the others'."""
 
 
 def main(names: list[str]) -> None:
@@ -49,7 +49,7 @@ def main(names: list[str]) -> None:
 
 
 def count(flags: list[str]) -> dict[str, Any]:
-    """Train with these flags and count all steps but the first, which also warms everything up."""
+    """Train with these flags and count all steps after the first, which is the warmup."""
     from dsa_job.arguments import parse_args
     from dsa_job.validation import World, check
 
@@ -60,9 +60,9 @@ def count(flags: list[str]) -> dict[str, Any]:
     )
     args = parse_args([*flags, *unattended.split()])
     check(args, World.from_environment())
-    # Megatron's flags too: what the command line of this process says is not what is trained.
-    given = {flag: value for flag, value in vars(args).items() if flag in _switches() and value}
-    mindspeed_dsa.enable(**{**given, "multi_latent_attention": True})
+    # Megatron's flags, too: the command line of this process does not describe the trained job.
+    switches = {flag: value for flag, value in vars(args).items() if flag in _switches() and value}
+    mindspeed_dsa.enable(**{**switches, "multi_latent_attention": True})
     mindspeed_dsa.validate(args)
     try:
         return _train(args)
@@ -82,7 +82,7 @@ def _train(args: Any) -> dict[str, Any]:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     moe_utils.get_moe_layer_wise_logging_tracker().clear()  # which is as long as the last layout's model
     before = counted.level()
     original = step.Stepper.train_step
@@ -97,10 +97,10 @@ def _train(args: Any) -> dict[str, Any]:
 
         with counted.collectives() as received:
             kept, peak = counted.activations(run)
-        # gloo's threads free their buffers some time after they are done.
-        found["kept"] = min(kept, found.get("kept", kept))
-        found["peak"] = min(peak, found.get("peak", peak))
-        found["received"] = dict(received)
+        # gloo's threads free their buffers with a delay.
+        counts["kept"] = min(kept, counts.get("kept", kept))
+        counts["peak"] = min(peak, counts.get("peak", peak))
+        counts["received"] = dict(received)
         return result[0]
 
     def end(stepper: Any) -> None:
@@ -109,8 +109,8 @@ def _train(args: Any) -> dict[str, Any]:
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None  # received in the last microbatch
-        found.update(counted.state(stepper.model, stepper.optimizer, before))
-        found["pipeline_rank"] = parallel_state.get_pipeline_model_parallel_rank()
+        counts.update(counted.state(stepper.model, stepper.optimizer, before))
+        counts["pipeline_rank"] = parallel_state.get_pipeline_model_parallel_rank()
 
     gating = TopKRouter.gating
 
@@ -123,11 +123,11 @@ def _train(args: Any) -> dict[str, Any]:
         mock.patch.object(TopKRouter, "gating", dealt),
     ):
         training.train(args, on_end=end)
-    return found
+    return counts
 
 
 def _dealt_evenly(router: Any, hidden: Tensor) -> Tensor:
-    """Logits by which every expert, and every rank, gets as many tokens: a plan without imbalance."""
+    """Return logits that give every expert, and every rank, as many tokens: a plan assumes no imbalance."""
     rows, experts, chosen = hidden[..., 0].numel(), router.config.num_moe_experts, router.topk
     first = torch.arange(rows).unsqueeze(1) * chosen + torch.arange(chosen)
     logits = torch.full((rows, experts), -CERTAIN).scatter_(1, first % experts, CERTAIN)

@@ -1,4 +1,4 @@
-"""What is counted on a rank: bytes of storages, of activations while a step runs, and of collectives."""
+"""Counts on a rank: bytes of storages, of activations while a step runs, and of collectives."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ GROUPS = {
     "EXPERT_DATA_PARALLEL_GROUP": "EDP",
     "EMBEDDING_GROUP": "embedding",
 }
-"""By Megatron's description of a process group: the plan's name."""
+"""Plan's name of a process group, by Megatron's description."""
 FORWARD = "benchmarks.plan: forward"
 
 
 def level() -> int:
-    """Bytes of live storages, without those that wait for the next transfer, a job's before this one too."""
+    """Return bytes of live storages, earlier jobs' included, without buffers that wait for a transfer."""
     return live_bytes() - storage_bytes(buffer_pool.held())
 
 
 def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer between steps.
+    """Return bytes of weights, gradients and optimizer between steps.
 
     Args:
         model: chunks under data parallelism.
-        optimizer: of all of them.
+        optimizer: optimizer of all chunks.
         before: :func:`level` before the model was built.
     """
     from megatron.core import parallel_state
 
-    modules = [each for chunk in model for each in chunk.modules()]
-    weights = sum(_own(each).nbytes for chunk in model for each in chunk.parameters())
-    weights += sum(each.nbytes for module in modules for each in module._buffers.values() if each is not None)
-    in_buffers = (getattr(each, "main_grad", None) for chunk in model for each in chunk.parameters())
-    sums = [each for each in in_buffers if each is not None]
+    modules = [item for chunk in model for item in chunk.modules()]
+    weights = sum(_own(item).nbytes for chunk in model for item in chunk.parameters())
+    weights += sum(item.nbytes for module in modules for item in module._buffers.values() if item is not None)
+    in_buffers = (getattr(item, "main_grad", None) for chunk in model for item in chunk.parameters())
+    sums = [item for item in in_buffers if item is not None]
     gradients = storage_bytes([*sums, *_sharded_gradients(optimizer)])
     scratch = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
     rest = level() - before - weights - gradients - scratch
@@ -59,7 +59,7 @@ def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
 
 
 def _own(tensor: Any) -> torch.Tensor:
-    """This rank's piece."""
+    """Return this rank's shard."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -72,7 +72,7 @@ def _sharded_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def activations(step: Callable[[], Any]) -> tuple[float, float]:
-    """Bytes held at the end of a forward, at most, and at any time of a step, over those before it."""
+    """Return peak bytes at the ends of forwards, and at any time of a step, above the initial level."""
     levels, marks = profiled_levels(step, FORWARD)
     times = [time for time, _ in levels]
     held = [levels[bisect_right(times, mark) - 1][1] for mark in marks]
@@ -80,7 +80,7 @@ def activations(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward step whose end can be found among a profiler's events."""
+    """Wrap a forward step so that its end is an event of the profiler."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
@@ -93,13 +93,13 @@ def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def collectives() -> Iterator[dict[str, float]]:
-    """Bytes that this rank receives in the block, by group; ``other`` for groups that no plan has."""
-    found: dict[str, float] = defaultdict(float)
+    """Yield bytes that this rank receives in the block by group; ``other`` for groups that no plan has."""
+    counts: dict[str, float] = defaultdict(float)
 
     def counting(original: Callable[..., Any], size: Callable[..., float]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             if group.size() > 1:
-                found[GROUPS.get(group.group_desc, "other")] += size(group, *args)
+                counts[GROUPS.get(group.group_desc, "other")] += size(group, *args)
             return original(group, *args, **kwargs)
 
         return call
@@ -109,11 +109,11 @@ def collectives() -> Iterator[dict[str, float]]:
             if hasattr(ProcessGroup, name):
                 wrapped = counting(getattr(ProcessGroup, name), size)
                 stack.enter_context(mock.patch.object(ProcessGroup, name, wrapped))
-        yield found
+        yield counts
 
 
 def _first(tensors: Any) -> torch.Tensor:
-    """Of a tensor, or of lists of them."""
+    """Return a tensor, or the first one of nested lists."""
     return _first(tensors[0]) if isinstance(tensors, (list, tuple)) else tensors
 
 

@@ -1,4 +1,4 @@
-"""Layouts of the example job on four ranks, between them every kind of parallelism and memory feature."""
+"""Layouts of the example job on four ranks, which cover every kind of parallelism and memory feature."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ LAYOUTS = {
         "--dsa-indexer-topk-freq 4"
     ),
 }
-"""Flags beside :data:`SIZES`, by name."""
+"""Flags in addition to :data:`SIZES`, by name."""
 
 
 def flags_of(name: str) -> list[str]:
-    """Of ``pretrain_dsa.py``."""
+    """Return a layout's flags of ``pretrain_dsa.py``."""
     return f"{SIZES} {LAYOUTS[name]}".split()

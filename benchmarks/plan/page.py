@@ -1,4 +1,4 @@
-"""Plans of pages: DeepSeek-V3.2 and GLM-5.2 on 512 devices, what each feature changes, and a picture.
+"""Plans on pages: DeepSeek-V3.2 and GLM-5.2 on 512 devices, the effect of each feature, and a picture.
 
 ``python -m benchmarks.plan.page`` writes them into ``docs/``.
 """
@@ -65,13 +65,13 @@ GLM = (
 
 
 def planned(more: str = "", flags: str = FLAGS, model: str = MODEL) -> Plan:
-    """With more flags."""
+    """Plan a job with additional flags."""
     job = arguments.job_of(f"{flags} {more}".split(), DEVICES, model)
     return plan.make(job, timing.device(DEVICE))
 
 
 def blocks() -> dict[str, list[str]]:
-    """Generated blocks by page, in the order in which the page has them."""
+    """Return generated blocks by page, in the order of the page."""
     glm = f"{command(GLM, 'glm-5.2')}\n\n{_sentence(planned('', GLM, 'glm-5.2'))}\n"
     deepseek = f"{command(FLAGS, MODEL)}\n\n{tables()}\n"
     chinese = f"{command(GLM, 'glm-5.2')}\n\n{_sentence_in_chinese(planned('', GLM, 'glm-5.2'))}\n"
@@ -84,7 +84,7 @@ def blocks() -> dict[str, list[str]]:
 
 
 def command(flags: str, model: str) -> str:
-    """The command that makes a plan, as a block of a page."""
+    """Return the command that makes a plan, as a block of a page."""
     own = f"python -m mindspeed_dsa plan --config {model} --devices {DEVICES} --device {DEVICE} --".split()
     script, *words = flags.split()
     lines = command_lines.shown([*own[:-1], f"-- {script}", *words], indent="")
@@ -93,19 +93,19 @@ def command(flags: str, model: str) -> str:
 
 
 def tables() -> str:
-    """The plan in short, and a row for each feature."""
+    """Return the plan's summary, and a row for each feature."""
     before = planned()
     lines = [_sentence(before), ""]
     lines += ["| With | Memory [GiB] | Host [GiB] | Step [s] | Mostly |", "| --- | --- | --- | --- | --- |"]
     for flags in FEATURES:
         after = planned(flags)
-        found = differences.difference(flags, before, after)
-        moved = max({**found.memory, "": 0.0}.items(), key=lambda each: abs(each[1]))
-        slower = max(found.seconds.items(), key=lambda each: abs(each[1]))
+        changes = differences.difference(flags, before, after)
+        moved = max({**changes.memory, "": 0.0}.items(), key=lambda each: abs(each[1]))
+        slower = max(changes.seconds.items(), key=lambda each: abs(each[1]))
         mostly = f"{moved[0]} {moved[1] / GIB:+.1f} GiB" if abs(moved[1]) > 0.05 * GIB else ""
         mostly += f"{', ' if mostly else ''}{slower[0]} {slower[1]:+.1f} s" if abs(slower[1]) > 0.05 else ""
-        host = f"{found.host / GIB:+.1f}" if found.host else ""
-        sums = f"{found.memory_sum / GIB:+.1f} | {host} | {found.seconds_sum:+.2f}"
+        host = f"{changes.host / GIB:+.1f}" if changes.host else ""
+        sums = f"{changes.memory_sum / GIB:+.1f} | {host} | {changes.seconds_sum:+.2f}"
         lines.append(f"| `{flags}` | {sums} | {mostly} |")
     return "\n".join([*lines, "", f"With the last row: {_sentence(planned(FITTING))}"])
 
@@ -130,7 +130,7 @@ def _sentence_in_chinese(found: Plan) -> str:
 
 
 def filled(text: str, wanted: list[str]) -> str:
-    """A page's text with its marked blocks replaced."""
+    """Return a page's text with its marked blocks replaced."""
     head, *rest = text.split(BEGIN)
     if len(rest) != len(wanted):
         raise ValueError(f"{len(rest)} blocks are marked, and there are {len(wanted)}")
@@ -139,7 +139,7 @@ def filled(text: str, wanted: list[str]) -> str:
 
 
 def write() -> None:
-    """Pages and picture."""
+    """Write pages and picture."""
     for name, wanted in blocks().items():
         page = DOCS / name
         page.write_text(filled(page.read_text(encoding="utf-8"), wanted), encoding="utf-8")

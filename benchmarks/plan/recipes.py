@@ -1,7 +1,7 @@
-"""Commands that train released models on some numbers of devices, with what ``plan`` says of each.
+"""Commands that train released models on some numbers of devices, with the plan of each command.
 
 ``python -m benchmarks.plan.recipes`` writes ``docs/recipes/``, and its table in Chinese, from the layouts in
-``recipes.json``; with ``--search`` it first looks for the layouts again, which takes minutes.
+``recipes.json``. With ``--search`` it first searches for the layouts again, which takes minutes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mindspeed_dsa.tools.planner.plan import Plan
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = Path(__file__).with_name("recipes.json")
 RELEASE = "0.16.1"
-"""Megatron-LM whose flags the model's are; 0.14 to 0.19 have all of them."""
+"""Megatron-LM release with the model's flags; 0.14 to 0.19 have all of them."""
 COUNTS = (8, 64, 256, 512)
 KINDS = {"h100": ("H100", 8), "h200": ("H200", 8), "a3": ("A3 (dies)", 16)}
-"""By the planner's name: how pages call them, and ranks of a node."""
+"""Name on pages and ranks of a node, by the planner's name."""
 BATCH = 8
-"""Sequences of a step for each device."""
+"""Sequences of a step per device."""
 STEP = (
     "--seq-length 4096 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 )
 SPARSE = "--use-fused-dsa --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss"
 LOCAL = "--transformer-impl local"
-"""On NPUs, where there is no Transformer Engine."""
+"""Flag for NPUs, which have no Transformer Engine."""
 TRAINING = (
     "--optimizer adam --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --lr 1e-5 --min-lr 1e-6 "
     "--lr-decay-style cosine --train-iters 1000 --moe-router-load-balancing-type seq_aux_loss "
@@ -45,9 +45,9 @@ class Model:
     """Released model of the table.
 
     Attributes:
-        title: name, as its publisher writes it.
-        released: where its weights are.
-        small: a small one of its kind has been trained.
+        title: publisher's name of the model.
+        released: repository of its weights.
+        small: whether a small model of its kind has been trained.
     """
 
     title: str
@@ -66,7 +66,7 @@ MODELS = {
 
 
 def flags_of(name: str, kind: str, count: int, layout: str = "") -> list[str]:
-    """Return what a plan reads of a recipe: the step, and the layout."""
+    """Return the flags of a recipe that a plan reads: the step, and the layout."""
     sparse = SPARSE if "index_topk" in configs.KNOWN[name] else ""
     local = LOCAL if kind == "a3" else ""
     words = f"pretrain_gpt.py {STEP} {sparse} {local} --global-batch-size {BATCH * count}"
@@ -74,25 +74,25 @@ def flags_of(name: str, kind: str, count: int, layout: str = "") -> list[str]:
 
 
 def searched(name: str, kind: str, count: int) -> str:
-    """Return the flags of the fastest layout that fits, or why none does."""
-    given = flags_of(name, kind, count)
-    job = arguments.job_of(given, count, name, any_layout=True)
+    """Return the flags of the fastest layout that fits, or the reason why none does."""
+    flags = flags_of(name, kind, count)
+    job = arguments.job_of(flags, count, name, any_layout=True)
     try:
         (found,) = search.search(job, timing.device(kind), best=1, micro=(1,))
     except SettingsError as error:
         return str(error).partition("; the closest, ")[2].partition(". Use")[0]
-    words = command_lines.words_for(given, found.plan.job)
+    words = command_lines.words_for(flags, found.plan.job)
     return shlex.join(words[len(flags_of(name, kind, count)) - 2 :])
 
 
 def recorded() -> dict[str, dict[str, dict[str, str]]]:
-    """Return layouts by model, kind and number of devices; without flags: what comes closest."""
+    """Return flags by model, kind and number of devices, or a sentence about the closest layout."""
     found: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
 
 def planned(name: str, kind: str, count: int, layout: str) -> Plan:
-    """Plan a recipe as its page has it."""
+    """Plan a recipe with its page's flags."""
     job = arguments.job_of(flags_of(name, kind, count, layout), count, name)
     return plan.make(job, timing.device(kind))
 
@@ -209,8 +209,8 @@ def _anchor(kind: str, count: int) -> str:
 
 
 def _page(name: str, plans: Plans) -> str:
-    model, own = MODELS[name], {key[1:]: made for key, made in plans.items() if key[0] == name}
-    job = next(iter(own.values())).job
+    model, plans_by_devices = MODELS[name], {key[1:]: made for key, made in plans.items() if key[0] == name}
+    job = next(iter(plans_by_devices.values())).job
     sparse = SPARSE if job.model.sparse else ""
     lines = [
         f"# {model.title}",
@@ -228,7 +228,7 @@ def _page(name: str, plans: Plans) -> str:
         "```",
     ]
     for (kind, count), made in sorted(
-        own.items(), key=lambda each: (list(KINDS).index(each[0][0]), each[0][1])
+        plans_by_devices.items(), key=lambda each: (list(KINDS).index(each[0][0]), each[0][1])
     ):
         lines += ["", *_recipe(name, kind, count, made)]
     lacking = [
@@ -240,7 +240,7 @@ def _page(name: str, plans: Plans) -> str:
 
 
 def _array(name: str, flags: list[str]) -> list[str]:
-    """An array of a shell with flags."""
+    """Return a shell's array of flags."""
     words = [word for line in flags for word in shlex.split(line)]
     shown = command_lines.shown(words, indent="    ")
     first, *rest = [line.removesuffix(" \\").strip() for line in shown]
@@ -281,13 +281,13 @@ def write() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Search, if asked to, and write."""
+    """Search if requested, and write the pages."""
     if "--search" in argv:
-        found = {
+        layouts = {
             name: {kind: {str(count): searched(name, kind, count) for count in COUNTS} for kind in KINDS}
             for name in MODELS
         }
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(json.dumps(layouts, indent=1) + "\n", encoding="utf-8")
     write()
 
 

@@ -1,4 +1,4 @@
-"""Small operators and the host's time: all switches for them beside stock Megatron, in turns."""
+"""Small operators and the host's time: all switches for them compared with stock Megatron."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ MODELS = {
 }
 QUICK = {"small": replace(SMALL, hidden=64, layers=1, experts=2, heads=2)}
 _NARROW = 4
-"""Hidden size by head of layers that are all host: their arithmetic is a small share of a dispatch."""
+"""Hidden size per head of layers bound by the host: their arithmetic is a small share of a dispatch."""
 _SETTLED = 2
-"""Steps in which everything is compiled: a router's first pass tells what its second one compiles."""
+"""Steps that compile everything: a router's first pass determines the code compiled in its second one."""
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case.
+    """Return all metrics of the case.
 
     Args:
-        device: where.
-        quick: a model too small to say anything.
+        device: device to run on.
+        quick: a model too small for meaningful figures.
     """
     with tempfile.TemporaryDirectory(prefix="small-operators-") as cache:
-        found = {
+        figures = {
             name: _measure(sizes, device, f"{cache}/{number}", 2 if quick else 15)
             for number, (name, sizes) in enumerate((QUICK if quick else MODELS).items())
         }
     metrics = {
-        metric: {name: each[metric] for name, each in found.items()} for metric in next(iter(found.values()))
+        metric: {name: each[metric] for name, each in figures.items()}
+        for metric in next(iter(figures.values()))
     }
-    failed = [text for each in found.values() for text in each["failed"]]
+    failed = [text for each in figures.values() for text in each["failed"]]
     return {**metrics, "switches": SWITCHES, "failed": failed}
 
 
 def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, Any]:
-    """One model's metrics; its compiled code goes to an empty folder, from which a second job takes it."""
+    """Return one model's metrics; compiled code goes to an empty folder, which a second job reuses."""
 
     def ours(**environment: str) -> Child:
         caching = {"TORCHINDUCTOR_CACHE_DIR": cache, **environment}
@@ -75,7 +76,7 @@ def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, An
         with ours() as again:
             warm = _start_up([again.ask("step") for _ in range(_SETTLED)], on_seconds)
             warm -= _start_up(firsts[0], off_seconds)
-        # Kernels appear in profiles only where they are compiled for that, which takes longer.
+        # Kernels appear in profiles only if they are compiled for that, which takes longer.
         counted = stack.enter_context(ours(TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE="1"))
         for child in (stock, counted):
             for _ in range(_SETTLED + 1):
@@ -107,17 +108,17 @@ def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, An
 def _host(
     sizes: Sizes, device: str, cache: str, rounds: int, environment: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """Measure what the host does for a layer, without the arithmetic, which on a CPU is the host's as well.
+    """Measure the host's work for a layer without the arithmetic, which on a CPU is the host's as well.
 
-    The same layers and operators, so narrow that a product takes less than its dispatch, on one thread:
-    waking others is part of the arithmetic.
+    The layers and operators are the same, but so narrow that a product takes less than its dispatch. They run
+    on one thread: waking others would count as arithmetic.
 
     Args:
-        sizes: of the model, which is made narrow.
-        device: where.
+        sizes: model's sizes; the model is made narrow.
+        device: device to run on.
         cache: empty folder for compiled code.
-        rounds: number of times that both sides are measured, in turns.
-        environment: of our side.
+        rounds: number of times that both sides are measured, in alternation.
+        environment: environment variables of our side.
     """
     narrow = replace(sizes, hidden=_NARROW * sizes.heads)
     alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -139,7 +140,7 @@ def _require_same_losses(stock: Sequence[dict[str, Any]], ours: Sequence[dict[st
 
 
 def _start_up(steps: Sequence[dict[str, Any]], usual: float) -> float:
-    """What the first steps took longer than later ones."""
+    """Return the time that the first steps took longer than later ones."""
     return sum(step["seconds"] - usual for step in steps[:_SETTLED])
 
 

@@ -1,4 +1,4 @@
-"""The measured job: a few of DeepSeek's layers in fp32, stock or with what saves host time.
+"""Measured job: a few of DeepSeek's layers in fp32, stock or with features that save host time.
 
 ``python -m benchmarks.small_operators.job SIZES SWITCHES DEVICE``; see ``benchmarks/memory/child.py``.
 """
@@ -22,9 +22,9 @@ from benchmarks.small_operators.launches import is_launch
 from mindspeed_dsa import platforms
 
 EAGER_OPERATORS = "SMALL_OPERATORS_EAGER"
-"""Environment variable: Inductor's wrapper calls eager operators, as a device without Triton needs it."""
+"""Environment variable that makes Inductor's wrapper call eager operators, as on a device without Triton."""
 _FEW = 16
-"""Tokens whose arithmetic takes next to no time: what a layer costs then is the host's."""
+"""Tokens whose arithmetic takes next to no time: a layer's cost is then the host's."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ SMALL = Sizes(layers=4, hidden=256, heads=8, vocabulary=512, length=32, sequence
 
 
 class Job:
-    """The model, and what is measured of it."""
+    """Model and its measurements."""
 
     def __init__(self, sizes: Sizes, switches: Mapping[str, Any]) -> None:
         import mindspeed_dsa
@@ -60,7 +60,7 @@ class Job:
         self._number = 0
 
     def step(self, sequences: int | None = None) -> dict[str, float]:
-        """Forward and backward of a microbatch, and its loss."""
+        """Run forward and backward of a microbatch; return its loss."""
         self.model.zero_grad()
         shape = (sequences or self.sizes.sequences, self.sizes.length + 1)
         tokens = torch.randint(
@@ -74,17 +74,17 @@ class Job:
         return {"loss": float(loss)}
 
     def short_step(self) -> dict[str, float]:
-        """The last microbatch of an epoch: fewer sequences than the others."""
+        """Run the last microbatch of an epoch, which has fewer sequences than the others."""
         return self.step(1)
 
     def few(self) -> None:
-        """Forward and backward of the layers alone, on a few tokens."""
+        """Run forward and backward of the layers only, on a few tokens."""
         hidden = torch.randn(_FEW, 1, self.sizes.hidden, generator=torch.Generator().manual_seed(0))
         output = self.model.decoder(hidden.requires_grad_(), attention_mask=None)
         output.backward(output.detach())
 
     def host(self) -> dict[str, float]:
-        """Microseconds of processor time that a layer's forward and backward take."""
+        """Return microseconds of processor time of a layer's forward and backward."""
         times = []
         for _ in range(5):
             started = time.process_time()
@@ -93,30 +93,30 @@ class Job:
         return {"microseconds": 1e6 * min(times) / self.sizes.layers}
 
     def dispatches(self) -> dict[str, float]:
-        """Operators and compiled kernels that a layer runs, in forward and backward."""
+        """Return the number of operators and compiled kernels that a layer runs, in forward and backward."""
         with torch.autograd.profiler.profile() as profile:
             self.few()
         return {"dispatches": sum(map(is_launch, profile.function_events)) / self.sizes.layers}
 
     def saved(self) -> dict[str, float]:
-        """Bytes kept for backward by a forward, each storage once, without parameters."""
-        found: dict[int, int] = {}
-        own = {each.untyped_storage().data_ptr() for each in self.model.parameters()}
+        """Return bytes kept for backward by a forward, each storage once, without parameters."""
+        bytes_by_storage: dict[int, int] = {}
+        parameters = {each.untyped_storage().data_ptr() for each in self.model.parameters()}
 
         def pack(kept: Tensor) -> Tensor:
             storage = kept.untyped_storage()
-            if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in parameters:
+                bytes_by_storage[storage.data_ptr()] = storage.nbytes()
             return kept
 
         hidden = torch.randn(self.sizes.length, self.sizes.sequences, self.sizes.hidden, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             output = self.model.decoder(hidden, attention_mask=None)
         del output
-        return {"bytes": sum(found.values())}
+        return {"bytes": sum(bytes_by_storage.values())}
 
     def compiled(self) -> dict[str, Any]:
-        """What the compiler did so far."""
+        """Return the compiler's counts so far."""
         from torch._dynamo.utils import counters
 
         from mindspeed_dsa import session
@@ -128,12 +128,12 @@ class Job:
 
         from mindspeed_dsa.features.compilation.regions.region import regions_of
 
-        found = regions_of(context).all()
+        regions = regions_of(context).all()
         return {
-            "regions": {each.name: each.compilations for each in found},
+            "regions": {region.name: region.compilations for region in regions},
             "graph_breaks": sum(counters["graph_break"].values()),
-            "seconds": sum(each.seconds for each in found),
-            "failed": [f"{each.name}: {each.failure}" for each in found if each.failure],
+            "seconds": sum(region.seconds for region in regions),
+            "failed": [f"{region.name}: {region.failure}" for region in regions if region.failure],
         }
 
 

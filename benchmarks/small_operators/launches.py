@@ -1,6 +1,6 @@
 """Launches in a profile: operators that compute or copy, and kernels of compiled code.
 
-Views, allocations and operators that only call others are none, whatever torch's profiler names them.
+Views, allocations and operators that only call others are no launches, whatever torch's profiler names them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NO_WORK += ("aten::lift_fresh",)
 def is_launch(event: Any) -> bool:
     """Return whether an event is an operator that computes or copies, or a kernel of compiled code.
 
-    An operator of ATen includes the operators that it calls to do its work; an operator of a library counts
-    as its parts, if it has any.
+    An ATen operator includes the operators that it calls to do its work; an operator of a library counts as
+    its parts, if it has any.
 
     Args:
         event: entry of ``function_events`` of torch's profiler.
@@ -41,15 +41,15 @@ def _computes(name: str) -> bool:
     if not name.startswith("aten::"):
         return True
     schemas = torch._C._jit_get_schemas_for_operator(name)
-    if any(out.alias_info and not out.alias_info.is_write for each in schemas for out in each.returns):
+    if any(out.alias_info and not out.alias_info.is_write for item in schemas for out in item.returns):
         return False  # a view
-    own = [each.overload_name for each in schemas if not each.overload_name.endswith("out")]
-    full = [f"{name}.{each}" if each else name for each in own]
+    own = [item.overload_name for item in schemas if not item.overload_name.endswith("out")]
+    full = [f"{name}.{item}" if item else name for item in own]
     return any(
-        not torch._C._dispatch_has_kernel_for_dispatch_key(each, "CompositeImplicitAutograd")
-        or torch._C._dispatch_has_kernel_for_dispatch_key(each, "CPU")
-        for each in full
-        if torch._C._dispatch_has_kernel(each)  # others are TorchScript's alone, such as sizes
+        not torch._C._dispatch_has_kernel_for_dispatch_key(item, "CompositeImplicitAutograd")
+        or torch._C._dispatch_has_kernel_for_dispatch_key(item, "CPU")
+        for item in full
+        if torch._C._dispatch_has_kernel(item)  # others, for example sizes, are TorchScript's only
     )
 
 

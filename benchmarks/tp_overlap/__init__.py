@@ -19,7 +19,7 @@ _TRACE = "benchmarks.tp_overlap.trace:record"
 
 
 def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = None) -> Metrics:
-    """All metrics of the case; link beds connect processes on the host's processor, for any device.
+    """Return all metrics of the case; link beds connect processes on the host, for any device.
 
     Args:
         device: not used.
@@ -34,7 +34,7 @@ def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = 
         inner = slow["pair"]["hidden_inner"][1]
         recorded = bed.run(_TRACE, sizes=sizes, inner=inner) if trace else []
     with LinkBed(2, None) as bed:
-        # The same pair as over the link: the gain there must not be lost here.
+        # Measure the same pair as over the link: the gain there must not be lost here.
         loopback = bed.run(_CELLS, sizes=sizes, inner=inner)[0]
     if trace:
         from benchmarks.tp_overlap import picture
@@ -52,10 +52,10 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
     """Convert measured milliseconds to ratios.
 
     Args:
-        link: rate.
-        slow: of :func:`benchmarks.tp_overlap.cells.measure` over the link.
-        loopback: over loopback.
-        job: of :func:`benchmarks.tp_overlap.job.measure` over the link.
+        link: link's rate.
+        slow: result of :func:`benchmarks.tp_overlap.cells.measure` over the link.
+        loopback: result of the same function over loopback.
+        job: result of :func:`benchmarks.tp_overlap.job.measure` over the link.
     """
     cells, pair, fast = slow["cells"], slow["pair"]["milliseconds"], loopback["pair"]["milliseconds"]
     return {
@@ -90,36 +90,36 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
 
 
 def hidden(cell: Mapping[str, Any], name: str) -> float | str:
-    """Hidden fraction of the shorter of transfer and matmul: 1 at best, 0 if they run one after the other.
+    """Return the hidden fraction of the shorter of transfer and matmul: 1 at best, 0 in sequence.
 
-    A sentence instead if the two do not take about the same time: the fraction is then not meaningful.
+    Return a sentence if the two do not take about the same time: the fraction is then not meaningful.
     """
     times = cell["milliseconds"]
     return _hidden(times["transfer"], times["matmul"], times[name])
 
 
 def hidden_of_chunks(cell: Mapping[str, Any]) -> float | str:
-    """The same with the transfer alone in the chunks of the overlapped layer instead of one piece."""
+    """Return the hidden fraction if the transfer by itself is measured in the overlapped layer's chunks."""
     times = cell["milliseconds"]
     return _hidden(times["transfer in chunks"], times["matmul"], times["overlapped"])
 
 
 def _hidden(transfer: float, matmul: float, together: float) -> float | str:
-    found = transfer / matmul
-    if not ALLOWED[0] <= found <= ALLOWED[1]:
+    share = transfer / matmul
+    if not ALLOWED[0] <= share <= ALLOWED[1]:
         return (
-            f"not measured: transfer took {found:.2f} of the matmul's time, not {ALLOWED[0]} to {ALLOWED[1]}"
+            f"not measured: transfer took {share:.2f} of the matmul's time, not {ALLOWED[0]} to {ALLOWED[1]}"
         )
     return min(1.0, (transfer + matmul - together) / min(transfer, matmul))
 
 
 def in_chunks(cell: Mapping[str, Any]) -> float:
-    """Transfer alone, in the chunks of the overlapped layer over in one piece."""
+    """Return the time of a transfer in the overlapped layer's chunks over a transfer in one piece."""
     return cell["milliseconds"]["transfer in chunks"] / cell["milliseconds"]["transfer"]
 
 
 def ratio(milliseconds: Mapping[str, float]) -> float:
-    """Transfer over matmul, each alone."""
+    """Return the time of a transfer over the time of a matmul, each by itself."""
     return milliseconds["transfer"] / milliseconds["matmul"]
 
 

@@ -1,4 +1,4 @@
-"""Measured on the ranks of a link bed: one linear layer and direction at a time, and a pair of layers."""
+"""Measurements on the ranks of a link bed: single linear layers by direction, and a pair of layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEVIATION = 1e-6
 Works = dict[str, Callable[[], float]]
 """Variants of the computation by name; each returns its time in seconds."""
 Step = Callable[[], dict[str, Tensor]]
-"""Forward and backward, which return results and gradients by name."""
+"""Forward and backward; returns results and gradients by name."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Sizes:
     """Sizes of the measurement.
 
     Attributes:
-        rows: of each rank, ``sequence / tp * batch``.
-        hidden: width of what is transferred.
-        rounds: each runs every variant once.
+        rows: rows of each rank, ``sequence / tp * batch``.
+        hidden: width of the transferred tensor.
+        rounds: number of rounds; a round runs every variant once.
     """
 
     rows: int = 2048
@@ -50,27 +50,27 @@ class Sizes:
 
 
 def measure(sizes: Sizes, inner: int | None = None) -> dict[str, Any]:
-    """All figures of this link; the same on all ranks.
+    """Return all figures of this link, the same on all ranks.
 
     Args:
-        sizes: of the problem.
-        inner: width between the layers of the pair, where only this pair is to be measured.
+        sizes: problem sizes.
+        inner: width between the layers of the pair; if given, only the pair is measured.
     """
     start()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if inner is None:
-        found["cells"] = {
+        figures["cells"] = {
             layer: {direction: _cell(sizes, layer, direction) for direction in DIRECTIONS} for layer in LAYERS
         }
-    found["pair"] = _pair(sizes, inner)
-    found["reduce_scatter"] = _reduce_scatters(sizes)
-    measured = [cell for cells in found.get("cells", {}).values() for cell in cells.values()]
-    found["deviation"] = max(each["deviation"] for each in [found["pair"], *measured])
-    return found
+    figures["pair"] = _pair(sizes, inner)
+    figures["reduce_scatter"] = _reduce_scatters(sizes)
+    measured = [cell for cells in figures.get("cells", {}).values() for cell in cells.values()]
+    figures["deviation"] = max(each["deviation"] for each in [figures["pair"], *measured])
+    return figures
 
 
 def start() -> None:
-    """Feature on, all ranks one tensor parallel group."""
+    """Enable the feature, and make all ranks one tensor parallel group."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(use_ascend_coc=True)
@@ -81,7 +81,7 @@ def start() -> None:
 
 
 def way(name: str) -> AbstractContextManager[Any]:
-    """How layers communicate in the block: ``stock``, ``overlapped`` as shipped, or a number of chunks."""
+    """Set the layers' communication in the block: ``stock``, ``overlapped`` or a number of chunks."""
     from mindspeed_dsa import session
 
     chunks = {"overlapped": 0, "stock": 1}.get(name)
@@ -92,7 +92,7 @@ def way(name: str) -> AbstractContextManager[Any]:
 
 
 def layer_of(kind: str, width: int, out: int) -> Any:
-    """A layer with sequence parallelism and no bias; ``width`` and ``out`` are those of one rank's matmul."""
+    """Build a layer with sequence parallelism and no bias; ``width`` and ``out`` are one rank's."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -109,14 +109,14 @@ def layer_of(kind: str, width: int, out: int) -> Any:
 
 
 def slowest(seconds: float) -> float:
-    """The largest of all ranks' values, which for times is that of the slowest."""
+    """Return the largest value of all ranks; for times, the slowest rank's."""
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until all ranks are done; they start together."""
+    """Return the seconds until all ranks are done; they start together."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -124,36 +124,34 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def medians(works: Works, rounds: int) -> dict[str, float]:
-    """Medians of several alternating variants; the first round, in which chunks are tuned, is discarded.
-
-    Each round begins with a different one: the previous variant affects caches and connections.
-    """
-    found: dict[str, list[float]] = {name: [] for name in works}
+    """Return medians of alternating variants; the first round, which tunes chunks, is discarded."""
+    samples: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
+    # Begin each round with another variant: the previous one affects caches and connections.
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             seconds = works[name]()
             if number:
-                found[name].append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+                samples[name].append(seconds)
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def _tensors(sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Rows of one rank and of all."""
+    """Return rows of one rank and of all ranks."""
     whole = torch.randn(sizes.rows * dist.get_world_size(), sizes.hidden)
     return whole[: sizes.rows].clone(), whole
 
 
 def _agreed(count: float) -> int:
-    """A width, the same on all ranks."""
+    """Return a rounded width, the same on all ranks."""
     shared = torch.tensor([max(_MULTIPLE, round(count / _MULTIPLE) * _MULTIPLE)])
     dist.broadcast(shared, 0)
     return int(shared)
 
 
 def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int, inner: int) -> Works:
-    """The given numbers of collectives, and of matmuls of forwards and backwards, without overlap."""
+    """Return the collectives, and the matmuls of forwards and backwards, without overlap."""
     local, whole = _tensors(sizes)
     weight, product = torch.randn(inner, sizes.hidden), torch.randn(whole.size(0), inner)
 
@@ -176,9 +174,9 @@ def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: 
 def _transfer_in_chunks(
     sizes: Sizes, layer: str, direction: str, width: int, out: int
 ) -> Callable[[], float]:
-    """The transfers of an overlapped layer, in the chunks that were tuned for it, without a matmul.
+    """Return the transfers of an overlapped layer, in the chunks that were tuned for it, without a matmul.
 
-    Chunks are transferred concurrently, which alone may be faster than one transfer after the other.
+    Chunks are transferred concurrently, which by itself may be faster than one transfer after the other.
     """
     local, whole = _tensors(sizes)
     group, received = dist.group.WORLD, torch.zeros_like(local)
@@ -199,14 +197,14 @@ def _transfer_in_chunks(
 
 
 def _transfers(layer: str, direction: str) -> tuple[int, int]:
-    """Numbers of all-gathers and reduce-scatters."""
+    """Return numbers of all-gathers and reduce-scatters."""
     gathers = int((layer, direction) != ("row", "forward"))
     scatters = int((layer, direction) in (("row", "forward"), ("column", "backward")))
     return gathers, scatters
 
 
 def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int) -> int:
-    """The inner width for which transfers take :data:`RATIO` of the matmuls' time on this machine."""
+    """Return the inner width for which transfers take :data:`RATIO` of the matmuls' time on this machine."""
     inner = sizes.hidden // 4
     for _ in range(4):
         found = medians(_alone(sizes, gathers, scatters, forwards, backwards, inner), 5)
@@ -218,16 +216,16 @@ def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backward
 
 
 def _cell(sizes: Sizes, layer: str, direction: str) -> dict[str, Any]:
-    """One layer and direction, with a width for which transfer and matmul take about the same time."""
+    """Measure one layer and direction, at a width for which transfer and matmul take about as long."""
     counts = *_transfers(layer, direction), int(direction == "forward"), int(direction == "backward")
     inner = _balanced(sizes, *counts)
     for _ in range(_ATTEMPTS):
-        found = _cell_of(sizes, layer, direction, counts, inner)
-        ratio = found["milliseconds"]["transfer"] / found["milliseconds"]["matmul"]
+        cell = _cell_of(sizes, layer, direction, counts, inner)
+        ratio = cell["milliseconds"]["transfer"] / cell["milliseconds"]["matmul"]
         if ALLOWED[0] <= ratio <= ALLOWED[1]:
             break
         inner = _agreed(inner * ratio / RATIO)  # one transfer may take twice as long as the next
-    return found
+    return cell
 
 
 def _cell_of(
@@ -254,7 +252,7 @@ def _cell_of(
 
 
 def _layer_step(module: Any, input: Tensor, grad: Tensor) -> Step:
-    """Forward and backward of one layer, which return its output and gradients."""
+    """Return forward and backward of one layer, which return its output and gradients."""
 
     def step() -> dict[str, Tensor]:
         module.weight.grad = None
@@ -280,7 +278,7 @@ def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: 
 
 
 def _chosen(kind: str, width: int, out: int) -> int:
-    """The tuned number of chunks for a layer of these widths."""
+    """Return the tuned number of chunks for a layer of these widths."""
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     widths = {(width, out), (out, width)}  # backward swaps k and n
@@ -293,17 +291,17 @@ def _chosen(kind: str, width: int, out: int) -> int:
 
 
 def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
-    """A column parallel layer followed by a row parallel one, forward and backward."""
+    """Measure a column parallel layer followed by a row parallel one, forward and backward."""
     inner = inner or _balanced(sizes, gathers=3, scatters=2, forwards=2, backwards=2)
     step = pair_step(sizes, inner)
     deviation = _require_same_results("pair", step)
     works = _alone(sizes, 3, 2, 2, 2, inner)
     for name in WAYS:
         works[name] = partial(_in, name, step)
-    found = medians(works, 2 * sizes.rounds)
+    median_seconds = medians(works, 2 * sizes.rounds)
     widths = {"column": (sizes.hidden, inner), "row": (inner, sizes.hidden)}
     return {
-        "milliseconds": {name: 1e3 * seconds for name, seconds in found.items()},
+        "milliseconds": {name: 1e3 * seconds for name, seconds in median_seconds.items()},
         "hidden_inner": [sizes.hidden, inner],
         "chunks": {
             layer: {direction: _chosen(f"{layer} {direction}", *widths[layer]) for direction in DIRECTIONS}
@@ -314,7 +312,7 @@ def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
 
 
 def _reduce_scatters(sizes: Sizes) -> dict[str, float]:
-    """Seconds of torch's own reduce-scatter over gloo and of the platform's."""
+    """Return the seconds of torch's own reduce-scatter over gloo and of the platform's."""
     local, whole = _tensors(sizes)
     ways = {"torch": dist.reduce_scatter_tensor, "platform": reduce_scatter_tensor}
     sums = {name: torch.empty_like(local) for name in ways}
@@ -332,7 +330,7 @@ def _in(name: str, work: Callable[[], object]) -> float:
 
 
 def pair_step(sizes: Sizes, inner: int) -> Step:
-    """Forward and backward of the pair, ``hidden -> tp * inner -> hidden``."""
+    """Return forward and backward of the pair, ``hidden -> tp * inner -> hidden``."""
     column, row = layer_of("column", sizes.hidden, inner), layer_of("row", inner, sizes.hidden)
     input, _ = _tensors(sizes)
     grad = torch.randn_like(input)
@@ -353,10 +351,10 @@ def pair_step(sizes: Sizes, inner: int) -> Step:
 
 
 def _require_same_results(what: str, step: Step) -> float:
-    """The largest relative deviation of any variant from stock, at the sizes to be timed.
+    """Return the largest relative deviation of any variant from stock, at the sizes to be timed.
 
     Raises:
-        RuntimeError: it is above 1e-6, or NaN; the same on all ranks.
+        RuntimeError: the deviation exceeds 1e-6, or is NaN; all ranks raise it.
     """
     with way("stock"):
         expected = step()

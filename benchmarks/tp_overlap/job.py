@@ -1,4 +1,4 @@
-"""The main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped."""
+"""Main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _LOSSES = 1e-6
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
-    """Median seconds per step of both variants, their ratio, and the difference of the losses.
+    """Return median seconds per step of both variants, their ratio, and the difference of the losses.
 
-    Both variants train from the same initial weights on the same batches; runs alternate, and the first step
-    of each, in which chunks are tuned, is discarded.
+    Both variants train from the same initial weights on the same batches. Runs alternate, and their first
+    step, which tunes chunks, is discarded.
     """
     steps, rounds = (2, 1) if quick else (5, 3)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -66,10 +66,10 @@ def measure(quick: bool = False) -> dict[str, Any]:
 
 
 def require_same_losses(losses: Mapping[str, Sequence[float]]) -> float:
-    """The largest relative difference of the overlapped variant's losses from stock's.
+    """Return the largest relative difference of the overlapped variant's losses from stock's.
 
     Raises:
-        RuntimeError: it is above 1e-6, or NaN.
+        RuntimeError: the difference exceeds 1e-6, or is NaN.
     """
     pairs = zip(losses["overlapped"], losses["stock"], strict=True)
     differences = [abs(ours / theirs - 1) for ours, theirs in pairs]

@@ -1,4 +1,4 @@
-"""A recorded step as a file for chrome://tracing or ui.perfetto.dev, and as an image."""
+"""Recorded step as a file for chrome://tracing or ui.perfetto.dev, and as an image."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def write(recorded: Recorded, path: Path, of: str) -> None:
     """Write ``path`` and, next to it, the image with the suffix ``.png``.
 
     Args:
-        recorded: by rank, spans by variant.
-        path: of the trace.
-        of: what was recorded.
+        recorded: spans by variant, for each rank.
+        path: file for the trace.
+        of: name of the recorded computation.
     """
     path.write_text(json.dumps({"traceEvents": events(recorded)}) + "\n", encoding="utf-8")
     _draw(recorded, path.with_suffix(".png"), of)
 
 
 def events(recorded: Recorded) -> list[dict[str, Any]]:
-    """Chrome's trace events: a process for each variant and rank, a thread for each lane, microseconds."""
-    found: list[dict[str, Any]] = []
+    """Return Chrome's trace events: a process per variant and rank, a thread per lane, microseconds."""
+    trace_events: list[dict[str, Any]] = []
     for number, name in enumerate(recorded[0]):
         origin = _origin(recorded, name)
         for rank, ways in enumerate(recorded):
             process = number * len(recorded) + rank
-            found.append(_name("process_name", process, 0, f"{name}, rank {rank}"))
-            found += [_name("thread_name", process, lane, text) for lane, text in enumerate(_LANES)]
-            found += [
+            trace_events.append(_name("process_name", process, 0, f"{name}, rank {rank}"))
+            trace_events += [_name("thread_name", process, lane, text) for lane, text in enumerate(_LANES)]
+            trace_events += [
                 {
                     "name": span.name,
                     "ph": "X",
@@ -55,7 +55,7 @@ def events(recorded: Recorded) -> list[dict[str, Any]]:
                 }
                 for span in ways[name]
             ]
-    return found
+    return trace_events
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:

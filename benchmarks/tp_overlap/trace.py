@@ -1,4 +1,4 @@
-"""One step of the pair of layers, matmul by matmul and transfer by transfer."""
+"""Trace of a step of the pair of layers, with its matmuls and transfers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _COLLECTIVES = {
     "all_to_all_single": "reduce-scatter",  # of the CPU platform
     "all_reduce": "all-reduce",
 }
-_GLOO_THREADS = 2  # number of collectives of one group that run concurrently, in the order of their start
+_GLOO_THREADS = 2  # number of a group's collectives that run concurrently, in starting order
 
 
 @dataclass
 class Span:
-    """A time span on a rank; seconds of the host's clock, which all ranks share."""
+    """Time span on a rank, in seconds of the host's clock, which all ranks share."""
 
     name: str
     lane: str
@@ -37,15 +37,15 @@ class Span:
 
 
 def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
-    """Spans of this rank in one forward and backward, by variant.
+    """Return this rank's spans of one forward and backward, by variant.
 
     Args:
-        sizes: of the pair.
-        inner: its inner width.
+        sizes: pair's sizes.
+        inner: pair's inner width.
     """
     start()
     step = pair_step(sizes, inner)
-    found = {}
+    by_variant = {}
     for name in ("stock", "overlapped"):
         with way(name):
             for _ in range(2):  # warm-up: tune chunks, allocate memory
@@ -53,19 +53,19 @@ def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
             dist.barrier()
             with recorded(_COLLECTIVES) as spans:
                 step()
-            found[name] = without_queueing(spans)
-    return found
+            by_variant[name] = without_queueing(spans)
+    return by_variant
 
 
 @contextlib.contextmanager
 def recorded(
     collectives: Mapping[str, str], matmul: Callable[[Any, Any], str] = lambda left, right: "matmul"
 ) -> Iterator[list[Span]]:
-    """Spans of the block's matmuls and transfers; the list is complete when the block has ended.
+    """Yield spans of the block's matmuls and transfers; the list is complete when the block has ended.
 
     Args:
         collectives: names of spans by the name of ``torch.distributed``'s function.
-        matmul: the name of a span, from the two factors.
+        matmul: function from the two factors to a span's name.
     """
     from megatron.core.tensor_parallel import layers, mappings
 
@@ -125,7 +125,7 @@ def _watch(work: Any, span: Span) -> None:
 
 
 def without_queueing(spans: list[Span]) -> list[Span]:
-    """Transfers from the moment a gloo thread picks them up, not from the moment they are enqueued."""
+    """Begin transfers when a gloo thread picks them up, instead of when they are enqueued."""
     transfers = sorted((span for span in spans if span.lane == "transfer"), key=lambda span: span.start)
     busy_until = [0.0] * _GLOO_THREADS
     for span in transfers:
