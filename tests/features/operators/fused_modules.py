@@ -1,4 +1,4 @@
-"""Fused operators in Megatron's own modules, beside the same without; runs in the pool's workers."""
+"""Worker functions: fused operators in Megatron's modules, and the modules without them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = {"fused_operators": ["all"]}
 
 
 def switch_on(switches: Mapping[str, Any]) -> None:
-    """Features on, in process groups that exist."""
+    """Turn features on; the process groups exist already."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -31,27 +31,27 @@ def switch_on(switches: Mapping[str, Any]) -> None:
 def beside_stock(
     runs: Mapping[str, Mapping[str, Any]], operators: Sequence[str] = ("all",), **layout: int
 ) -> dict[str, Any]:
-    """A step of the tiny model, with the operators and without, and what was counted.
+    """Run a step of the tiny model with and without the operators; also return event counts.
 
     Args:
-        runs: by name, ``switches`` of other features and ``overrides`` of the configuration.
-        operators: which are fused.
-        **layout: as :func:`model.start` takes it.
+        runs: dict from name to ``switches`` of other features and config ``overrides``.
+        operators: names of the fused operators.
+        **layout: arguments of :func:`model.start`.
     """
     model.start(**layout)
-    found: dict[str, Any] = {}
-    for name, each in runs.items():
-        found[name] = {}
+    results: dict[str, Any] = {}
+    for name, case in runs.items():
+        results[name] = {}
         for side, fused in (("theirs", {}), ("ours", {"fused_operators": list(operators)})):
-            switch_on({**each.get("switches", {}), **fused})
+            switch_on({**case.get("switches", {}), **fused})
             with memory_events.counted() as counts, mock.patch.object(model, "start"):
-                result = model.run(overrides=each.get("overrides"), num_microbatches=2, **layout)
-            found[name][side] = {**result, "counts": dict(counts)}
-    return found
+                result = model.run(overrides=case.get("overrides"), num_microbatches=2, **layout)
+            results[name][side] = {**result, "counts": dict(counts)}
+    return results
 
 
 def consumers() -> dict[str, Any]:
-    """What Megatron's modules call and build, with all operators, and after them."""
+    """Return the functions that Megatron's modules call and build, with all operators and after them."""
     import mindspeed_dsa
 
     model.start(ALL)
@@ -76,16 +76,16 @@ def consumers() -> dict[str, Any]:
 
     cfg = model.config(sequence_parallel=False, layernorm_zero_centered_gamma=True)
     norm = WrappedTorchNorm(config=cfg, hidden_size=8, eps=1e-5)
-    found = {"with": homes(), "norm": type(norm).__name__, "state": list(norm.state_dict())}
-    found["zero centered"] = norm.weight.tolist()
-    found["sequence parallel"] = norm.weight.sequence_parallel
+    result = {"with": homes(), "norm": type(norm).__name__, "state": list(norm.state_dict())}
+    result["zero centered"] = norm.weight.tolist()
+    result["sequence parallel"] = norm.weight.sequence_parallel
     mindspeed_dsa.disable()
-    found["after"] = homes()
-    return found
+    result["after"] = homes()
+    return result
 
 
 def experts() -> dict[str, Any]:
-    """Experts beside each other and one by one: activations, linear layers called, results and gradients."""
+    """Run experts together and one by one; return activations, linear layer calls, results and gradients."""
     model.start({"fused_operators": ["swiglu"]})
     from megatron.core.tensor_parallel import layers
 
@@ -93,7 +93,7 @@ def experts() -> dict[str, Any]:
 
     module = model.gpt_model(model.config()).decoder.layers[-1].mlp.experts
     generator = torch.Generator().manual_seed(1)
-    counts, found = torch.tensor([3, 0, 5, 1]), {}
+    counts, results = torch.tensor([3, 0, 5, 1]), {}
     states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
     hooks = {"none": None, "on a linear layer": module.local_experts[1].linear_fc2}
     hooks["on an expert"] = module.local_experts[1]
@@ -114,16 +114,16 @@ def experts() -> dict[str, Any]:
             output.square().sum().backward()
         if handle is not None:
             handle.remove()
-        found[name] = {
+        results[name] = {
             "activations": seen[memory_events.FUSED_OPERATORS["swiglu"]],
             "linear layers": called.call_count,
             "tensors": [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))],
         }
-    return found
+    return results
 
 
 def experts_that_differ() -> dict[str, list[list[Tensor]]]:
-    """Results and gradients of experts that are not one SwiGLU: with the feature, and one by one."""
+    """Return results and gradients of experts that are not one SwiGLU, with the feature and one by one."""
     model.start({"fused_operators": ["swiglu"]})
     from megatron.core.transformer.mlp import MLP
 
@@ -136,7 +136,7 @@ def experts_that_differ() -> dict[str, list[list[Tensor]]]:
 
     generator = torch.Generator().manual_seed(1)
     states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
-    found: dict[str, list[list[Tensor]]] = {}
+    results: dict[str, list[list[Tensor]]] = {}
     kinds: dict[str, Any] = {"a class of its own": F.silu, "GELU": F.gelu}
     for name, activation in kinds.items():
         module = model.gpt_model(model.config(activation_func=activation)).decoder.layers[-1].mlp.experts
@@ -149,12 +149,12 @@ def experts_that_differ() -> dict[str, list[list[Tensor]]]:
                 output, _ = module(inputs[0], torch.tensor([2, 2, 4, 1]), inputs[1])
             output.square().sum().backward()
             tensors = [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))]
-            found.setdefault(name, []).append(tensors)
-    return found
+            results.setdefault(name, []).append(tensors)
+    return results
 
 
 def packs() -> dict[str, Any]:
-    """Latent and plain rotation of packed documents, by angles of one sequence and of the whole pack."""
+    """Return latent and plain rotations of packed documents, by a sequence's angles and by the pack's."""
     model.start()
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
@@ -163,19 +163,19 @@ def packs() -> dict[str, Any]:
     angles = torch.cat((half, half), -1)
 
     def run() -> dict[str, Tensor]:
-        found = {}
+        results = {}
         for latent in (False, True):
-            for of, given in (("a sequence", angles[:8]), ("the pack", angles)):
+            for of, angles_given in (("a sequence", angles[:8]), ("the pack", angles)):
                 for scale in (1.0, 1.37):
                     cfg = SimpleNamespace(
                         apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=latent
                     )
                     tensor = torch.randn(20, 3, 8, generator=torch.Generator().manual_seed(2))
                     tensor.requires_grad_()
-                    out = apply_rotary_pos_emb(tensor, given, cfg, ends, scale, dist.group.WORLD)
+                    out = apply_rotary_pos_emb(tensor, angles_given, cfg, ends, scale, dist.group.WORLD)
                     out.square().sum().backward()
-                    found[f"{latent}, {of}, {scale}"] = torch.stack((out.detach(), tensor.grad))
-        return found
+                    results[f"{latent}, {of}, {scale}"] = torch.stack((out.detach(), tensor.grad))
+        return results
 
     theirs = run()
     switch_on(ALL)
@@ -185,7 +185,9 @@ def packs() -> dict[str, Any]:
 
 
 def vocabulary() -> dict[str, Any]:
-    """Embedding and cross entropy over a split vocabulary, with weights and logits that are not finite."""
+    """Return embeddings and cross entropy of a split vocabulary, with weights and logits that are not
+    finite.
+    """
     model.start(tp=2)
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -194,7 +196,7 @@ def vocabulary() -> dict[str, Any]:
     tokens = torch.tensor([[0, 3, 9, 15, 8], [7, 8, 1, 14, 0]])
 
     def run() -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         with Dispatched() as seen:
             for deterministic in (False, True):
                 cfg.deterministic_mode = deterministic
@@ -205,26 +207,26 @@ def vocabulary() -> dict[str, Any]:
                     generator = torch.Generator().manual_seed(dist.get_rank())
                     with torch.no_grad():
                         embedding.weight.copy_(torch.randn(8, 4, generator=generator))
-                        # Row 0 is what masked tokens look up.
+                        # Masked tokens look up row 0.
                         embedding.weight[0] = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
-                    own = tokens if not scatter else tokens[:, :4]
-                    out = embedding(own)
+                    token_ids = tokens if not scatter else tokens[:, :4]
+                    out = embedding(token_ids)
                     out.backward(torch.ones_like(out))
-                    found[f"embedding {deterministic} {scatter}"] = [out.detach(), embedding.weight.grad]
+                    results[f"embedding {deterministic} {scatter}"] = [out.detach(), embedding.weight.grad]
             for smoothing in (0.0, 0.1):
                 generator = torch.Generator().manual_seed(5 + dist.get_rank())
                 logits = torch.randn(2, 5, 8, generator=generator)
                 if not smoothing:
-                    logits[..., 0] = -math.inf  # of the place that masked targets look up
-                    logits[0, 0, 0] = logits[1, 4, 0] = 0.5  # of token 0 itself, on rank 0
-                    logits[0, 4, 0] = logits[1, 1, 0] = 0.5  # of token 8, on rank 1
+                    logits[..., 0] = -math.inf  # masked targets look up this entry
+                    logits[0, 0, 0] = logits[1, 4, 0] = 0.5  # logit of token 0 itself, on rank 0
+                    logits[0, 4, 0] = logits[1, 1, 0] = 0.5  # logit of token 8, on rank 1
                 logits.requires_grad_()
-                # The operation works in place on what it is given.
+                # A copy, because the operation works in place.
                 loss = vocab_parallel_cross_entropy(logits * 1.0, tokens, smoothing)
                 loss.sum().backward()
-                found[f"loss {smoothing}"] = [loss.detach(), logits.grad]
-        found["dispatched"] = seen.names
-        return found
+                results[f"loss {smoothing}"] = [loss.detach(), logits.grad]
+        results["dispatched"] = seen.names
+        return results
 
     theirs = run()
     switch_on({"fused_operators": ["mask-arithmetic"]})
@@ -232,7 +234,7 @@ def vocabulary() -> dict[str, Any]:
 
 
 def pair(switches: Mapping[str, Any], precision: str = "bf16") -> dict[str, Any]:
-    """Ten steps of the tiny model with an optimizer, and what was counted."""
+    """Train ten steps of the tiny model with an optimizer; also return event counts."""
     from tests.support.optimizer_job import train
 
     with memory_events.counted() as counts:

@@ -1,4 +1,4 @@
-"""Models and modules with fused operators compute what Megatron's own operations compute."""
+"""Models with fused operators compute the same as with Megatron's own operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_TWO = {name: RUNS[name] for name in ("as it is", "recomputed")}
 
 
 def check(found, runs, operators=tuple(FUSED_OPERATORS)):
-    """Losses and gradients of every rank, and each operator at work where it is fused and nowhere else."""
+    """Check losses and gradients of every rank, and that exactly the fused operators run."""
     for rank in found:
         for name in runs:
             ours, theirs = rank[name]["ours"], rank[name]["theirs"]
@@ -34,7 +34,7 @@ def check(found, runs, operators=tuple(FUSED_OPERATORS)):
             assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=2e-4)
             for operator, event in FUSED_OPERATORS.items():
                 assert event not in theirs["counts"], name
-                # A stage in the middle has no vocabulary.
+                # A middle stage has no vocabulary.
                 if operator != "mask-arithmetic" or ours["losses"]:
                     assert (event in ours["counts"]) == (operator in operators), (name, operator)
             if name == "recomputed":
@@ -67,27 +67,27 @@ def test_each_operator_alone(pool, operator):
 
 
 def test_megatron_calls_ours_and_stock_is_restored(pool):
-    (found,) = pool.run(f"{CASES}:consumers", 1)
-    assert all("features/operators/" in home for home in found["with"]), found["with"]
-    assert not any("features/operators/" in home for home in found["after"])
-    assert found["norm"] == "FusedRMSNorm"
-    assert found["state"] == ["weight"]
-    assert found["zero centered"] == [0.0] * 8
-    assert found["sequence parallel"] is False
+    (result,) = pool.run(f"{CASES}:consumers", 1)
+    assert all("features/operators/" in home for home in result["with"]), result["with"]
+    assert not any("features/operators/" in home for home in result["after"])
+    assert result["norm"] == "FusedRMSNorm"
+    assert result["state"] == ["weight"]
+    assert result["zero centered"] == [0.0] * 8
+    assert result["sequence parallel"] is False
 
 
 def test_experts_have_one_activation_and_the_same_bits(pool):
-    (found,) = pool.run(f"{CASES}:experts", 1)
-    calls = {name: (each["activations"], each["linear layers"]) for name, each in found.items()}
-    # An expert without rows does nothing.
+    (results,) = pool.run(f"{CASES}:experts", 1)
+    calls = {name: (result["activations"], result["linear layers"]) for name, result in results.items()}
+    # Experts without rows call nothing.
     assert calls == {
         "none": (1, 0),
         "on a linear layer": (1, 4),
         "on an expert": (3, 8),
         "apart": (3, 8),
     }
-    for name, each in found.items():
-        for ours, theirs in zip(each["tensors"], found["apart"]["tensors"], strict=True):
+    for name, result in results.items():
+        for ours, theirs in zip(result["tensors"], results["apart"]["tensors"], strict=True):
             assert torch.equal(ours, theirs), name
 
 
@@ -98,11 +98,11 @@ def test_experts_that_differ_in_more_than_weights_are_called_one_by_one(pool):
 
 
 def test_documents_of_a_pack_begin_at_position_zero(pool):
-    (found,) = pool.run(f"{CASES}:packs", 1)
-    assert found["ours"].keys() == found["theirs"].keys()
-    for name, theirs in found["theirs"].items():
-        assert found["ours"][name].equal(theirs), name
-    assert found["counts"][FUSED_OPERATORS["rotary-pos-emb"]] >= len(found["theirs"])
+    (result,) = pool.run(f"{CASES}:packs", 1)
+    assert result["ours"].keys() == result["theirs"].keys()
+    for name, theirs in result["theirs"].items():
+        assert result["ours"][name].equal(theirs), name
+    assert result["counts"][FUSED_OPERATORS["rotary-pos-emb"]] >= len(result["theirs"])
 
 
 def test_vocabulary_by_filling_is_the_same_bits_without_lists_of_places(pool):
@@ -112,7 +112,7 @@ def test_vocabulary_by_filling_is_the_same_bits_without_lists_of_places(pool):
         for name, tensors in theirs.items():
             for one, other in zip(ours[name], tensors, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=name)
-        # Those that stay go by numbers of rows and columns, in the gradients of the losses.
+        # Remaining index_put calls go by row and column, in the gradients of the losses.
         assert dispatched["theirs"].count("aten.index_put_.default") > dispatched["ours"].count(
             "aten.index_put_.default"
         )
@@ -122,7 +122,7 @@ def test_vocabulary_by_filling_is_the_same_bits_without_lists_of_places(pool):
 
 @pytest.mark.full
 def test_every_memory_feature_changes_no_bit_of_them(pool):
-    """RMSNorm included: as one operator its gradient is the same when it is computed again."""
+    """RMSNorm included, because one operator has the same gradient when it is recomputed."""
     (alone,) = pool.run(f"{CASES}:pair", 1, switches=ALL)
     for feature, switches in MEMORY.items():
         (both,) = pool.run(f"{CASES}:pair", 1, switches={**ALL, **switches})

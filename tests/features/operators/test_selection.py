@@ -1,4 +1,4 @@
-"""Which operators are fused, what is refused, and tables of angles that are made once."""
+"""Selection of fused operators, refused settings, and caching of rotary tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_npu_fills_by_mask_unless_it_is_told_not_to():
 
 @pytest.mark.parametrize("source", ["argv", "environment", "API"])
 def test_an_unknown_name_is_answered_with_the_nearest(source):
-    given = {
+    sources = {
         "argv": {"argv": ["--fused-operators", "rmsnorm", "swiglo"]},
         "environment": {"environ": {"MINDSPEED_DSA_FUSED_OPERATORS": "rmsnorm swiglo"}},
         "API": {"api": {"fused_operators": ["rmsnorm", "swiglo"]}},
@@ -59,7 +59,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(source):
     with pytest.raises(
         SettingsError, match=r"invalid choice: 'swiglo'; did you mean swiglu\? choose from all"
     ):
-        settings.read(features.all_flags(), **{"environ": {}, **given[source]})
+        settings.read(features.all_flags(), **{"environ": {}, **sources[source]})
 
 
 def problems(name: str, **given):
@@ -106,9 +106,9 @@ def problems(name: str, **given):
     ],
 )
 def test_what_contradicts_the_model_is_refused(name, given, problem):
-    (found,) = problems(name, **given)
-    assert problem in found
-    # All operators that have something to do: nobody has asked for this one.
+    (message,) = problems(name, **given)
+    assert problem in message
+    # With `all`, the operators that do not apply are skipped, because nothing requested them by name.
     if "none" not in given.get("fused_operators", ()):
         named = {key: value for key, value in given.items() if not key.startswith(("use_fused", "fused_op"))}
         assert problems(name, **named, fused_operators=["all"]) == []
@@ -153,7 +153,7 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     angles.mul_(2)
     assert not rotate(tensor, angles[:6]).equal(first)
     assert len(made) == 5
-    # An evaluation leaves tables that training can use.
+    # Tables cached in an evaluation must work in training.
     with torch.inference_mode():
         evaluated = rotate(tensor, angles[1:7])
     leaf = tensor.clone().requires_grad_()
@@ -161,7 +161,7 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     trained.sum().backward()
     assert trained.equal(evaluated)
     assert len(made) == 6
-    # By position and by either name, and what is not ours.
+    # By position and by both names; other arguments go to Megatron.
     latent = rotate(tensor, angles[:6], False, True)
     assert rotate(tensor, angles[:6], multi_latent_attention=True).equal(latent)
     assert rotate(tensor, angles[:6], mla_rotary_interleaved=True).equal(latent)
@@ -171,12 +171,12 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     assert rotate(tensor, angles[:6].requires_grad_()) == "Megatron's"
     tables = rotate.__closure__
     assert tables is not None
-    (known,) = [cell.cell_contents for cell in tables if isinstance(cell.cell_contents, functions._Rotations)]
-    assert len(known._of) == 1
+    (cache,) = [cell.cell_contents for cell in tables if isinstance(cell.cell_contents, functions._Rotations)]
+    assert len(cache._of) == 1
     made.clear()
     del angles
     gc.collect()
-    assert len(known._of) == 0, "tables outlive their angles"
+    assert len(cache._of) == 0, "tables outlive their angles"
 
 
 def test_what_is_kept_or_clamped_otherwise_stays_megatrons():

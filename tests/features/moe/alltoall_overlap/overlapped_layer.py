@@ -1,4 +1,4 @@
-"""A MoE layer with overlapped all-to-alls beside the stock layer; runs in the pool's workers."""
+"""Worker functions: a MoE layer with overlapped all-to-alls, and the stock layer."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def beside_stock(
     etp: int = 1,
     switch: Mapping[str, Any] = SWITCH,
 ) -> dict[str, Any]:
-    """Stock's and our results of each run, and how many transfers were started.
+    """Return stock's and our results of each run, and the number of transfers started.
 
     Args:
-        runs: keywords of :func:`run`, by name.
-        tp: tensor parallel ranks.
-        ep: expert parallel ranks.
-        etp: tensor parallel ranks of an expert.
-        switch: what is switched on.
+        runs: dict from name to the keyword arguments of :func:`run`.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
+        switch: feature switches of our runs.
     """
     model.start(tp=tp, ep=ep, etp=etp)
     layout = {"tp": tp, "ep": ep, "expert_tensor_parallel_size": etp}
-    theirs = {name: run(**layout, **each) for name, each in runs.items()}
+    theirs = {name: run(**layout, **arguments) for name, arguments in runs.items()}
     switch_on(switch)
-    found: dict[str, Any] = {}
-    for name, each in runs.items():
+    results: dict[str, Any] = {}
+    for name, arguments in runs.items():
         with moe.transfers() as events:
-            ours = run(**layout, **each)
-        found[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
-    return found
+            ours = run(**layout, **arguments)
+        results[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
+    return results
 
 
 def switch_on(switch: Mapping[str, Any] = SWITCH) -> None:
-    """The feature, in process groups that exist."""
+    """Turn the feature on; the process groups exist already."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -67,21 +67,21 @@ def run(
     expert_tensor_parallel_size: int = 1,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Forward of all microbatches, then their backward.
+    """Run the forward of all microbatches, then their backward.
 
     Args:
-        tp: tensor parallel ranks.
-        ep: expert parallel ranks.
-        rows: of each microbatch on this rank; a rank may see another number.
-        dtype: of parameters and tokens.
-        to_one: every token goes to the first two experts.
-        frozen: parts of names of weights that do not learn.
-        tied: the first two local experts share their fc1.
-        adapter: the first local expert's fc1 is frozen, with a low-rank product beside it.
-        fusion: weight gradients are added to ``main_grad``, with a stand-in for Megatron's kernel.
-        graph: without, forward alone, as in evaluation.
-        expert_tensor_parallel_size: tensor parallel ranks of an expert.
-        **overrides: of the configuration.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        rows: number of rows per microbatch on this rank; other ranks may have other numbers.
+        dtype: dtype of parameters and tokens.
+        to_one: whether every token goes to the first two experts.
+        frozen: parts of the names of frozen weights.
+        tied: whether the first two local experts share their fc1.
+        adapter: whether the first local expert's fc1 is frozen and has a low-rank adapter.
+        fusion: whether weight gradients are added to ``main_grad``, with a stand-in for Megatron's kernel.
+        graph: whether backward runs; otherwise this is an evaluation.
+        expert_tensor_parallel_size: expert tensor parallel size.
+        **overrides: config fields that differ from the layer's.
     """
     kind = getattr(torch, dtype)
     cfg = moe.config(
@@ -101,7 +101,7 @@ def run(
         second.linear_fc1.weight = first.linear_fc1.weight
     if adapter:
         built.experts.local_experts[0].linear_fc1 = Adapter(built.experts.local_experts[0].linear_fc1)
-    data = dist.get_rank() // tp  # tensor parallel ranks have parts of the same sequence
+    data = dist.get_rank() // tp  # tensor parallel ranks hold parts of the same sequence
     inputs = [
         moe.tokens(count, seed=100 * data + 10 * index + dist.get_rank() % tp, batch=1, dtype=kind)
         for index, count in enumerate(rows)
@@ -130,7 +130,7 @@ def _parameters(built: Any) -> dict[str, Any]:
 
 
 class Adapter(torch.nn.Module):
-    """A frozen linear layer with a low-rank product of its own."""
+    """Frozen linear layer with a trainable low-rank product."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Adapter(torch.nn.Module):
 
 
 def routed_to_first(built: Any) -> None:
-    """Every token goes to experts 0 and 1, with weights that still learn."""
+    """Route every token to experts 0 and 1, with probabilities that still learn."""
     routing = built.router.routing
 
     def biased(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def routed_to_first(built: Any) -> None:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[None]:
-    """Megatron's kernel of gradient accumulation fusion, in torch."""
+    """Replace Megatron's kernel for gradient accumulation fusion by torch operations."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -172,12 +172,12 @@ def kernels() -> Iterator[None]:
 
 
 def order(frozen: bool = False, switch: Mapping[str, Any] = SWITCH, **overrides: Any) -> dict[str, list[str]]:
-    """Events of one forward and backward: transfers, the experts' modules, their weights' gradients.
+    """Return the events of one forward and backward: transfers, expert modules and their weight gradients.
 
     Args:
-        frozen: routed experts do not learn.
-        switch: what is switched on.
-        **overrides: of the configuration.
+        frozen: whether the routed experts are frozen.
+        switch: feature switches.
+        **overrides: config fields that differ from the layer's.
     """
     model.start(switch, ep=2, etp=1)
     built = moe.layer(moe.config(ep=2, **overrides))
@@ -202,7 +202,7 @@ def _happened(events: list[str], name: str, *_: Any) -> None:
 
 
 def overlapped_reduction(ep: int, distributed: bool, switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
-    """Three steps of two microbatches under DDP with overlapped reduction, stock and ours."""
+    """Take three steps of two microbatches under DDP with overlapped reduction, stock and ours."""
     model.start(ep=ep, etp=1)
     theirs = _steps(ep, distributed)
     switch_on(switch)
@@ -242,7 +242,7 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
 
 
 def whole_model(**arguments: Any) -> dict[str, Any]:
-    """A training step of the tiny model, with the number of transfers that were started."""
+    """Run a training step of the tiny model; also return the number of transfers started."""
     with moe.transfers() as events:
         result = model.run(**arguments)
     return {**result, "launched": events.count("launch")}

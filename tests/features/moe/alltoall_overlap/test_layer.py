@@ -1,4 +1,4 @@
-"""A MoE layer whose all-to-alls overlap computes what the stock layer computes."""
+"""A MoE layer with overlapped all-to-alls computes the same as the stock layer."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def test_layouts(pool, layout):
 
 
 def test_order_of_events(pool):
-    """Forward and backward: what runs under which transfer."""
-    for found in pool.run(f"{CASES}:order", 2):
-        assert found["forward"] == [
+    """Each transfer runs at the same time as expected computation, in forward and in backward."""
+    for events in pool.run(f"{CASES}:order", 2):
+        assert events["forward"] == [
             *("launch", "launch", "shared fc1", "wait", "wait", "expert", "launch", "shared fc2", "wait"),
         ]
-        assert found["backward"] == [
+        assert events["backward"] == [
             *("launch", "shared fc2 dW", "shared fc1 dW", "wait"),
             *("launch", "launch", *["expert dW"] * 4, "wait", "wait"),
         ]
 
 
 def test_order_of_experts_without_ports(pool):
-    """The shared expert's first half is then all that there is for the second transfer."""
+    """Without expert weight gradients, only the shared expert's first half hides the second transfer."""
     for found in pool.run(f"{CASES}:order", 2, frozen=True):
         assert found["backward"] == [
             *("launch", "shared fc2 dW", "wait", "launch", "launch", "shared fc1 dW", "wait", "wait"),
@@ -60,7 +60,7 @@ def test_order_of_experts_without_ports(pool):
 
 
 def test_order_without_shared_expert(pool):
-    """Weight gradients alone hide a transfer, the one behind them."""
+    """Without a shared expert, only weight gradients hide a transfer, namely the one after them."""
     for found in pool.run(f"{CASES}:order", 2, moe_shared_expert_intermediate_size=None):
         assert found["forward"] == ["launch", "launch", "wait", "wait", "expert", "launch", "wait"]
         assert found["backward"] == [
@@ -74,7 +74,7 @@ def test_order_without_shared_expert(pool):
     ids=["DP2", "DP4, distributed optimizer"],
 )
 def test_gradients_are_ready_once(pool, ranks, distributed):
-    """With overlapped reduction every parameter reports as often as in stock, in every step."""
+    """With overlapped reduction, every parameter reports its gradient as often as in stock."""
     for found in pool.run(f"{CASES}:overlapped_reduction", ranks, ep=2, distributed=distributed):
         ours, theirs = found["ours"], found["theirs"]
         assert ours["golden"] == theirs["golden"]

@@ -1,4 +1,4 @@
-"""Whole models train the same with overlapped all-to-alls, in every layout and beside other features."""
+"""Models train the same with overlapped all-to-alls, in every layout and with other features."""
 
 from __future__ import annotations
 

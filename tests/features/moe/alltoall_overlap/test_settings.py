@@ -1,4 +1,4 @@
-"""Combinations with overlapped all-to-alls that are refused before training starts."""
+"""Settings that overlapped all-to-alls refuse before training."""
 
 from __future__ import annotations
 

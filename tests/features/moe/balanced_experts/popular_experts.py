@@ -1,4 +1,4 @@
-"""One MoE layer whose experts are as popular as a case wants them; runs in the pool's workers."""
+"""Worker functions: one MoE layer with a chosen popularity of experts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ALWAYS = {
     "balanced_moe_matmul_rate": 1e-6,
     "balanced_moe_link_rate": 1e6,
 }
-"""Matmuls are slow and the link is fast: whatever balances better is moved."""
+"""Costs of slow matmuls and a fast link, so that every move that balances better pays."""
 NEVER = {**ALWAYS, "balanced_moe_matmul_rate": 1e6, "balanced_moe_link_rate": 1e-6}
 _SHARE = 8.0
-"""Feature of the input that carries an expert's popularity."""
+"""Value of the input feature that carries an expert's popularity."""
 
 
 def train(
@@ -33,18 +33,18 @@ def train(
     frozen: Sequence[int] = (),
     **layout: Any,
 ) -> dict[str, Any]:
-    """Microbatches with an expert popularity each: forward of all of them, then backward.
+    """Run the forward of microbatches with given expert popularities, then their backward.
 
     Args:
-        switches: features.
-        popularity: for each microbatch, ``[experts]``: added to the logits of all its tokens.
-        rows: tokens by rank, or of every rank.
-        overrides: of the configuration.
-        frozen: global numbers of experts whose weights do not learn.
-        **layout: of :func:`model.start`.
+        switches: feature switches.
+        popularity: per microbatch, ``[experts]`` values added to the logits of all its tokens.
+        rows: number of tokens per rank, or one number for all ranks.
+        overrides: config fields that differ from the layer's.
+        frozen: global numbers of experts with frozen weights.
+        **layout: arguments of :func:`model.start`.
     """
     model.start(switches, **layout)
-    found: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0}
+    results: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0}
     config = moe.config(
         layout.get("tp", 1), layout.get("ep", 1), num_moe_experts=len(popularity[0]), **(overrides or {})
     )
@@ -56,19 +56,19 @@ def train(
         layer.experts.local_experts[number - layer.local_expert_indices[0]].requires_grad_(False)
     batches = []
     for index in range(len(popularity)):
-        own = rows[dist.get_rank()] if len(rows) > 1 else rows[0]
-        batch = moe.tokens(own, 17 * dist.get_rank() + index, batch=1)
+        tokens = rows[dist.get_rank()] if len(rows) > 1 else rows[0]
+        batch = moe.tokens(tokens, 17 * dist.get_rank() + index, batch=1)
         batch[..., : len(popularity)] = 0
         batch[..., index] = _SHARE
         batches.append(batch)
     log.forget()
-    with redirect_stderr(io.StringIO()) as said, watched(found):
-        found |= moe.train(layer, batches)
-    return {**found, "said": said.getvalue().splitlines()}
+    with redirect_stderr(io.StringIO()) as said, watched(results):
+        results |= moe.train(layer, batches)
+    return {**results, "said": said.getvalue().splitlines()}
 
 
 def watched(found: dict[str, Any]) -> ExitStack:
-    """Record what is planned, how many rows are dispatched and how many messages travel with weights."""
+    """Record the plans, the dispatched rows and the messages that carry weights."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from mindspeed_dsa.features.moe.balanced_experts import layer, weight_transfer
@@ -86,7 +86,7 @@ def watched(found: dict[str, Any]) -> ExitStack:
         return preprocess(self, routing_map)
 
     def dispatched(self: Any, rows: Any, *arguments: Any) -> Any:
-        if found["plans"]:  # a plain number says that every token goes to equally many experts
+        if found["plans"]:  # a plain number would mean that every token goes to equally many experts
             assert isinstance(self.num_out_tokens, torch.Tensor)
             assert self.num_out_tokens == rows.size(0)
         found["dispatched"].append(rows.size(0))
@@ -105,31 +105,31 @@ def watched(found: dict[str, Any]) -> ExitStack:
 
 
 def measured() -> dict[str, Any]:
-    """Rates that two layers of one group use."""
+    """Return the rates that two layers of one group use."""
     from mindspeed_dsa.features.moe.balanced_experts import layer, planning
 
     model.start({"balanced_moe_experts": True}, ep=2)
     config = moe.config(ep=2)
-    found: dict[str, Any] = {"rates": [], "measurements": 0}
+    figures: dict[str, Any] = {"rates": [], "measurements": 0}
     asked, measure = layer.rates_of, planning._measure
 
     def rates_of(*arguments: Any) -> Any:
-        known = asked(*arguments)
-        found["rates"].append((known.matmul, known.link))
-        return known
+        rates = asked(*arguments)
+        figures["rates"].append((rates.matmul, rates.link))
+        return rates
 
     def counting(*arguments: Any) -> Any:
-        found["measurements"] += 1
+        figures["measurements"] += 1
         return measure(*arguments)
 
     with mock.patch.object(layer, "rates_of", rates_of), mock.patch.object(planning, "_measure", counting):
         for built in (moe.layer(config), moe.layer(config)):
             moe.train(built, [moe.tokens(4, dist.get_rank())])
-    return found
+    return figures
 
 
 def partly_frozen() -> None:
-    """Weights of one expert, of which the first does not learn."""
+    """Build a layer in which one of an expert's two weights is frozen."""
     model.start(ALWAYS, ep=2)
     layer = moe.layer(moe.config(ep=2))
     layer.experts.local_experts[0].linear_fc1.weight.requires_grad_(False)

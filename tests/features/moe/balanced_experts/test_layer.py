@@ -1,4 +1,4 @@
-"""A MoE layer whose hot experts travel gives what Megatron's gives, with fewer rows dispatched."""
+"""A MoE layer that moves hot experts equals Megatron's, with fewer dispatched rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CASES = "tests.features.moe.balanced_experts.popular_experts"
 EP2 = {"ep": 2}
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 EXPERT = 3 * 32 * 16
-"""Weights of one."""
+"""Number of weights of one expert."""
 SKEWED = [2.0, 1.0, 0.0, -1.0]
 EIGHT = [3.0, 2.0, 2.0, 1.0, 1.0, 0.0, 0.0, -2.0]
 
 
 def both(pool: Any, ranks: int, switches: Any = ALWAYS, **arguments: Any) -> tuple[Any, Any]:
-    """Results of all ranks without and with the feature, which are held against each other."""
+    """Return all ranks' results without and with the feature, after checking that they agree."""
     stock, ours = (pool.run(f"{CASES}:train", ranks, switches=given, **arguments) for given in ({}, switches))
     for mine, theirs in zip(ours, stock, strict=True):
         assert_same(mine, theirs)
@@ -28,7 +28,7 @@ def both(pool: Any, ranks: int, switches: Any = ALWAYS, **arguments: Any) -> tup
 
 
 def test_tokens_stay_and_weights_travel(pool):
-    """Rows of moved experts are not dispatched by the other rank; its weights' gradients come back."""
+    """Rows of moved experts are not dispatched; weights travel instead, and their gradients come back."""
     stock, ours = both(pool, 2, popularity=[SKEWED], **EP2)
     (plan,) = ours[0]["plans"]
     assert plan
@@ -37,7 +37,7 @@ def test_tokens_stay_and_weights_travel(pool):
         kept = sum(stock[rank]["counts"][0][expert] for expert in plan if expert not in home)
         assert kept > 0
         assert ours[rank]["dispatched"] == [stock[rank]["dispatched"][0] - kept]
-        # Weights of its own experts, gradients of the other's.
+        # Weights of its own experts, gradients of the other rank's.
         assert ours[rank]["sent"] == len(plan) * EXPERT
 
 
@@ -104,7 +104,7 @@ def test_larger_layouts(pool, ranks, arguments):
 
 
 def test_stacked_experts_travel_one_by_one(pool):
-    """Megatron's sequential experts beside grouped ones that are moved."""
+    """Grouped experts are moved one by one, and agree with Megatron's sequential experts."""
     arguments = {"popularity": [SKEWED, SKEWED[::-1]], **EP2}
     grouped = {"moe_grouped_gemm": True, "experimental_attention_variant": None}
     stock = pool.run(f"{CASES}:train", 2, switches={}, **arguments)
@@ -129,12 +129,12 @@ def test_nothing_moves_where_it_does_not_pay(pool):
 
 
 def test_rates_are_measured_once_and_agree(pool):
-    found = pool.run(f"{CASES}:measured", 2)
-    assert found[0] == found[1]
-    (rates,) = set(found[0]["rates"])
+    ranks = pool.run(f"{CASES}:measured", 2)
+    assert ranks[0] == ranks[1]
+    (rates,) = set(ranks[0]["rates"])
     assert rates[0] > 0
     assert rates[1] > 0
-    assert found[0]["measurements"] == 1
+    assert ranks[0]["measurements"] == 1
 
 
 def test_an_expert_that_is_frozen_in_part_is_refused(pool):

@@ -1,4 +1,4 @@
-"""Which experts move: never what does not pay, and the subset with which the busiest rank is done first."""
+"""The plan moves only experts that pay, and picks the subset that minimizes the busiest rank's time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mindspeed_dsa.features.moe.balanced_experts import planning
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, choose
 
 FREE = Costs(row=1.0, token=0.0, weights=0.0, gradients=0.0)
-"""Transfers cost nothing: what balances best is best."""
+"""Costs with free transfers, so the best balance is the best plan."""
 
 
 def routed(experts: int, top_k: int, ranks: int, zipf: float, tokens: int = 4096, spread: bool = False):
-    """Counts ``[ranks, experts]`` of a simulated router; popular experts are neighbours, or spread."""
+    """Return counts ``[ranks, experts]`` of a simulated router; popular experts are neighbours, or spread."""
     noise = np.random.default_rng(0)
     logits = -zipf * np.log(np.arange(1, experts + 1))
     if spread:
         noise.shuffle(logits)
-    # The top k with Gumbel noise are k draws without replacement.
+    # The top k of logits with Gumbel noise are k draws without replacement.
     noisy = logits + noise.gumbel(size=(ranks, tokens, experts))
-    chosen = np.argpartition(-noisy, top_k - 1, axis=-1)[..., :top_k]
-    return np.stack([np.bincount(own.ravel(), minlength=experts) for own in chosen])
+    topk = np.argpartition(-noisy, top_k - 1, axis=-1)[..., :top_k]
+    return np.stack([np.bincount(own.ravel(), minlength=experts) for own in topk])
 
 
 def imbalance(counts) -> float:
@@ -53,7 +53,7 @@ def test_popular_neighbours_are_balanced(experts, top_k, ranks, zipf, before, af
 
 
 def loads_of(counts, experts) -> tuple[int, ...]:
-    """Rows by rank, counted one by one."""
+    """Return the number of rows per rank, counted one by one."""
     ranks, count = counts.shape
     loads = [0] * ranks
     for source in range(ranks):
@@ -64,7 +64,7 @@ def loads_of(counts, experts) -> tuple[int, ...]:
 
 
 def seconds_of(counts, experts, costs) -> float:
-    """The cost model in words: weights travel beside the cold rows, everybody waits for the last one."""
+    """Evaluate the cost model: weights travel with the cold rows, and all ranks wait for the slowest."""
     ranks, count = counts.shape
     per_rank = count // ranks
     cold, hot, out, back, sent, received = (np.zeros(ranks) for _ in range(6))
@@ -111,7 +111,7 @@ COSTS = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(PROBLEMS, COSTS, st.integers(1, 3))
 def test_the_best_subset_or_none(table, costs, limit):
-    """Beside every subset, each predicted row by row."""
+    """The plan equals the best of all subsets, each evaluated row by row."""
     counts = np.array(table)
     plan = choose(counts, costs, limit)
     before = seconds_of(counts, (), costs)
@@ -131,7 +131,7 @@ def test_the_best_subset_or_none(table, costs, limit):
 def test_equal_experts_are_taken_by_number():
     counts = np.array([[0, 0, 0, 0], [100, 100, 0, 0]])
     assert choose(counts, FREE, 1).experts == (0,)
-    assert choose(counts, FREE, 2).experts == (0,)  # both would be as bad as none
+    assert choose(counts, FREE, 2).experts == (0,)  # moving both would be as bad as moving none
 
 
 def test_nothing_to_route():
@@ -139,10 +139,9 @@ def test_nothing_to_route():
 
 
 def test_deepseek_v3_at_ep64_moves_nothing_that_does_not_pay():
-    """256 experts of 7168 x 2048 over 64 ranks, 4096 tokens each, 400 TFLOP/s and 50 GB/s, in bf16.
-
-    An expert goes to 63 ranks, which takes longer than all of a rank's work.
-    """
+    """With DeepSeek-V3's sizes no expert moves."""
+    # 256 experts of 7168 x 2048 on 64 ranks, 4096 tokens each, 400 TFLOP/s, 50 GB/s, bf16. Sending an expert
+    # to 63 ranks takes longer than all of a rank's work.
     numel = 3 * 7168 * 2048
     costs = Costs(
         row=2 * numel / 400e12, token=7168 * 2 / 50e9, weights=2 * numel / 50e9, gradients=4 * numel / 50e9
@@ -153,7 +152,7 @@ def test_deepseek_v3_at_ep64_moves_nothing_that_does_not_pay():
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_many_experts_are_planned_in_bounded_work(ranks):
-    """Some thousand subsets at most, however many there are."""
+    """The search is bounded: a few thousand subsets for any number of ranks."""
     counts = routed(256, 8, ranks, 1.0, tokens=64, spread=True)
     plan = choose(counts, FREE, 8)
     assert len(plan.experts) <= 8
@@ -162,7 +161,8 @@ def test_many_experts_are_planned_in_bounded_work(ranks):
 
 
 def test_nothing_is_searched_where_no_transfer_can_pay(monkeypatch):
-    """With many ranks that would take longer than the layer; the expert with the fewest receivers says so."""
+    """If the expert with the fewest receivers cannot pay, no subset is searched."""
+    # With many ranks, a search would take longer than the layer.
     counts = routed(64, 6, 16, 1.0, tokens=64)
     searched = []
     monkeypatch.setattr(planning, "_search", lambda problem, best: searched.append(problem) or best)

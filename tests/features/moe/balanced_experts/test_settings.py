@@ -1,4 +1,4 @@
-"""What is refused before training starts, by name; and what is served."""
+"""Settings of balanced experts that are refused before training, and settings that are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose layers run in halves, attention included; runs in the pool's workers."""
+"""Worker functions: models whose layers run in halves, attention included."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support import model, moe
 
 
 def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
-    """A training step, with the numbers of halves, and of those that the next layer took over.
+    """Run a training step; also return the number of halves, and of halves passed directly to the next layer.
 
     Args:
-        dense: attention to all keys.
-        **arguments: of ``model.run``.
+        dense: whether attention is dense.
+        **arguments: arguments of ``model.run``.
     """
     from mindspeed_dsa.features.moe.batch_overlap import attention, stages
 
@@ -47,7 +47,7 @@ def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _balancing() -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """What Megatron logs of losses that balance the load, and of the indexer's."""
+    """Yield a function that returns the load-balancing and indexer losses that Megatron logs."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
     from megatron.core.transformer.moe import moe_utils
 
@@ -55,9 +55,9 @@ def _balancing() -> Iterator[Callable[[], dict[str, Tensor]]]:
 
     def losses() -> dict[str, Tensor]:
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-        found = {name: entry["values"].clone() for name, entry in tracker.items()}
+        logged = {name: entry["values"].clone() for name, entry in tracker.items()}
         dsa = DSAIndexerLossLoggingHelper.tracker
-        return found | ({"indexer": dsa["values"].clone()} if "values" in dsa else {})
+        return logged | ({"indexer": dsa["values"].clone()} if "values" in dsa else {})
 
     yield losses
 
@@ -71,7 +71,7 @@ DENSE = {
 
 @contextlib.contextmanager
 def _dense() -> Iterator[None]:
-    """Models attend to all keys."""
+    """Make ``tests.support.model`` build models with dense attention inside the block."""
     sizes = {**model.LATENT, **model.EXPERTS, "num_attention_heads": dense_model.HEADS}
     made = partial(dense_model.latent_config, transformer_impl="local", **sizes)
     with (
@@ -83,7 +83,7 @@ def _dense() -> Iterator[None]:
 
 
 def order(switch: Mapping[str, Any], layers: int = 2, sequences: int = 2) -> dict[str, list[str]]:
-    """Events of a forward and backward of layers with experts: transfers, attention, experts."""
+    """Return the events of a forward and backward of MoE layers: transfers, attention, experts."""
     model.start(switch, ep=2, etp=1)
     built = model.gpt_model(
         model.config(num_layers=layers, moe_layer_freq=1, expert_model_parallel_size=2, **WITHOUT_LOSS)
@@ -100,14 +100,14 @@ def order(switch: Mapping[str, Any], layers: int = 2, sequences: int = 2) -> dic
 
 
 def moved(**arguments: Any) -> dict[str, Any]:
-    """As :func:`trained`, with the experts of each plan."""
-    found: dict[str, Any] = {"plans": [], "dispatched": [], "sent": 0, "counts": []}
-    with watched(found):
-        return {**trained(**arguments), **found}
+    """Run :func:`trained`; also return the experts of each plan."""
+    records: dict[str, Any] = {"plans": [], "dispatched": [], "sent": 0, "counts": []}
+    with watched(records):
+        return {**trained(**arguments), **records}
 
 
 def measured(seconds: Mapping[str, float], **arguments: Any) -> dict[str, Any]:
-    """As :func:`trained`, with what a layer's forward seems to take, what was measured, and what was said."""
+    """Run :func:`trained` with fake measured times; also return the measured ways and the log lines."""
     lines: list[str] = []
 
     def info(_: Any, line: str, *args: Any, **kwargs: Any) -> None:

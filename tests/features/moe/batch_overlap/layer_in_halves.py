@@ -1,4 +1,4 @@
-"""A MoE layer in two halves beside the stock layer; runs in the pool's workers."""
+"""Worker functions: a MoE layer in two halves, and the stock layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}
 
 @contextlib.contextmanager
 def times(seconds: Times) -> Iterator[list[str]]:
-    """What a layer's forward seems to take on this rank, by the way it goes; the ways that were run."""
+    """Set the time that each way of a layer's forward seems to take on this rank; yields the ways run."""
     from mindspeed_dsa.features.moe.batch_overlap import choice
 
     ways: list[str] = []
@@ -40,12 +40,13 @@ def times(seconds: Times) -> Iterator[list[str]]:
 
 
 def measured(switch: Mapping[str, Any]) -> dict[str, Any]:
-    """Three layers, two of one size, with everything that a forward could leave behind, stock and ours.
+    """Run three layers, two of one size, stock and ours, and return everything that a forward may change.
 
-    Rank 0 finds halves faster and rank 1 slower for the first size, both faster for the other.
+    For the first size, rank 0 finds halves faster and rank 1 slower. For the other size both find them
+    faster.
 
     Args:
-        switch: what is switched on.
+        switch: feature switches of our run.
     """
     model.start(ep=2, etp=1)
     theirs = _measured()
@@ -62,12 +63,12 @@ def _measured() -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
-    found: dict[str, Any] = {"runs": [], "launched": [], "ways": [], "lines": []}
+    record: dict[str, Any] = {"runs": [], "launched": [], "ways": [], "lines": []}
     by_layer = [SLOWER if dist.get_rank() else FASTER] * 2 + [FASTER]
     torch.manual_seed(7)
 
     def info(_: Any, line: str, *args: Any, **kwargs: Any) -> None:
-        found["lines"].append(line % args)
+        record["lines"].append(line % args)
 
     with mock.patch.object(Log, "info", info):
         for number, seconds in enumerate(by_layer):
@@ -78,26 +79,26 @@ def _measured() -> dict[str, Any]:
                 result = moe.train(built, inputs)
             result["weights"]["counts"] = built.router.local_tokens_per_expert
             result["weights"]["random state"] = torch.get_rng_state().float()
-            found["runs"].append(result)
-            found["launched"].append(events.count("launch"))
-            found["ways"].append(len(ways))
-    return found
+            record["runs"].append(result)
+            record["launched"].append(events.count("launch"))
+            record["ways"].append(len(ways))
+    return record
 
 
 def balancing(kind: str | list[str], coeff: Any) -> dict[str, Any]:
-    """Losses that balance the load, as Megatron logs them, and the router's gradient, stock and ours."""
+    """Return the load-balancing losses that Megatron logs, and the router's gradient, stock and ours."""
     model.start(ep=2, etp=1)
     overrides = {
         "moe_router_load_balancing_type": kind,
         "moe_aux_loss_coeff": coeff,
         "moe_z_loss_coeff": 0.1,
     }
-    found = {}
+    results = {}
     for name in ("theirs", "ours"):
         if name == "ours":
             switch_on(ALWAYS)
-        found[name] = _balanced(overrides)
-    return found
+        results[name] = _balanced(overrides)
+    return results
 
 
 def _balanced(overrides: Mapping[str, Any]) -> dict[str, Any]:

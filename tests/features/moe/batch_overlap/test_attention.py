@@ -1,4 +1,4 @@
-"""Layers of which one half's attention runs under the other half's transfers train the same as whole ones."""
+"""Layers that run one half's attention during the other half's transfers train like unsplit layers."""
 
 from __future__ import annotations
 
@@ -103,26 +103,26 @@ def test_losses_and_gradients(pool, name):
     "halves", [ATTENTION, pytest.param(ALWAYS, marks=pytest.mark.full)], ids=["", "of tokens"]
 )
 def test_moved_experts(pool, halves):
-    """Each half has a plan, and each plan's experts travel."""
+    """Each half has a plan, and each plan's experts are moved."""
     arguments = {"ep": 2, "etp": 1, "overrides": {"num_layers": 3}}
-    stock, found = (
+    stock, ours = (
         pool.run(f"{CASES}:moved", 2, switches=switches, **arguments)
         for switches in ({}, {**HOT_EXPERTS, **halves})
     )
-    for before, after in zip(stock, found, strict=True):
+    for before, after in zip(stock, ours, strict=True):
         assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
-        assert len(after["plans"]) == 2 * 2  # layers with experts, halves
+        assert len(after["plans"]) == 2 * 2  # layers with experts x halves
         assert any(after["plans"][:2])
         assert any(after["plans"][2:])
 
 
 @pytest.mark.parametrize("sequences", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_order_of_events(pool, sequences):
-    """Each transfer is on its way while the other half computes; the last, while the shared expert does."""
+    """Each transfer overlaps the other half's computation; the last one overlaps the shared expert."""
     switch = {**ATTENTION, "use_fused_dsa": True}
-    for found in pool.run(f"{CASES}:order", 2, switch=switch, sequences=sequences):
-        assert found["forward"] == [
+    for events in pool.run(f"{CASES}:order", 2, switch=switch, sequences=sequences):
+        assert events["forward"] == [
             *("attention 1", "launch", "launch", "attention 1", "wait", "wait"),  # dispatch 0
             *("launch", "launch", "experts 1", "shared expert 1", "wait", "wait"),  # dispatch 1
             *("launch", "experts 1", "shared expert 1", "wait"),  # combine 0
@@ -131,11 +131,11 @@ def test_order_of_events(pool, sequences):
             *("launch", "launch", "experts 2", "wait", "wait", "launch", "experts 2", "wait"),
             *("launch", "shared expert 2", "shared expert 2", "wait"),
         ]
-        assert found["backward"] == [
+        assert events["backward"] == [
             *("launch", "shared expert 2", "shared expert 2", "wait"),
             *("launch", "experts 2", "wait", "launch", "launch", "experts 2", "wait", "wait"),
             *("launch", "launch", "attention 2", "wait", "wait"),
-            *("launch", "attention 2", "wait"),  # combine 1 of the layer below
+            *("launch", "attention 2", "wait"),  # combine of half 1, layer below
             *("launch", "shared expert 1", "experts 1", "wait"),  # combine 0
             *("launch", "launch", "shared expert 1", "experts 1", "wait", "wait"),  # dispatch 1
             *("launch", "launch", "attention 1", "wait", "wait", "attention 1"),  # dispatch 0
@@ -144,18 +144,18 @@ def test_order_of_events(pool, sequences):
 
 @measures
 def test_measured_with_attention(pool):
-    """The first step measures whole layers, halves one after the other, and halves that hide each other."""
+    """The first step measures three ways: unsplit layers, halves in turn, and interleaved halves."""
     layout = {"ep": 2, "etp": 1, "overrides": BALANCED}
     stock = pool.run(f"{CASES}:trained", 2, switches={}, **layout)
     switches = {**MEASURED, "moe_batch_overlap_attention": True}
     for seconds, said, of_layers in ((FASTER, "tokens are cut", 1), (SLOWER, "tokens stay whole", 2)):
-        found = pool.run(f"{CASES}:measured", 2, seconds=seconds, switches=switches, **layout)
-        for rank, theirs in zip(found, stock, strict=True):
+        ranks = pool.run(f"{CASES}:measured", 2, seconds=seconds, switches=switches, **layout)
+        for rank, theirs in zip(ranks, stock, strict=True):
             assert rank["ways"] == of_layers * 6 * ["whole", "in turn", "interleaved"]
             (line,) = [line for line in rank["lines"] if "TransformerLayer takes" in line]
             assert said in line
             assert rank["handed on"] == 0
-            # Six measurements of either kind of halves, and the step where they are chosen.
+            # Six measurements with halves in turn and six interleaved, and the step that uses the choice.
             assert rank["halves"] == 2 * (12 + (seconds is FASTER))
             assert_same_gradients(rank["gradients"], theirs["gradients"], rtol=1e-5)
             for kind, values in theirs["balancing"].items():

@@ -1,4 +1,4 @@
-"""A MoE layer whose tokens are cut in halves computes what the stock layer computes."""
+"""A MoE layer that splits its tokens into halves computes the same as the stock layer."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def test_layouts(pool, layout):
 
 
 def test_order_of_events(pool):
-    """Forward and backward: what runs under which transfer of which half."""
-    for found in pool.run(f"{OVERLAP}:order", 2, switch=ALWAYS):
-        assert found["forward"] == [
+    """Each half's transfer runs at the same time as expected computation, in forward and in backward."""
+    for events in pool.run(f"{OVERLAP}:order", 2, switch=ALWAYS):
+        assert events["forward"] == [
             *("launch", "launch", "shared fc1", "wait", "wait"),  # dispatch 0
             *("launch", "launch", "expert"),  # dispatch 1, experts 0
             *("launch", "wait", "wait", "expert", "wait"),  # combine 0, experts 1
             *("launch", "shared fc2", "wait"),  # combine 1
         ]
-        assert found["backward"] == [
+        assert events["backward"] == [
             *("launch", "shared fc2 dW", "shared fc1 dW", "wait"),  # combine 1
-            *("launch", "launch", "launch", "wait"),  # combine 0 under experts 1, then dispatch 1
+            *("launch", "launch", "launch", "wait"),  # combine 0 during experts 1, then dispatch 1
             *("wait", "wait", "launch", "launch"),  # experts 0, dispatch 0
             *[*["expert dW"] * 4, "wait", "wait"],
         ]
 
 
 def test_order_where_experts_do_not_learn(pool):
-    """The shared expert's first half is then all that there is for the first dispatch."""
+    """With frozen experts, only the shared expert's first half hides the first dispatch."""
     for found in pool.run(f"{OVERLAP}:order", 2, switch=ALWAYS, frozen=True):
         assert found["backward"] == [
             *("launch", "shared fc2 dW", "wait", "launch", "launch", "launch", "wait", "wait", "wait"),
@@ -88,14 +88,14 @@ def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):
     ids=["stock", "overlap of the whole"],
 )
 def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
-    """Ranks that measure different things do the same; a measurement leaves nothing behind."""
+    """Ranks with different measurements make the same choice, and a measurement leaves no trace."""
     ranks = pool.run(f"{CASES}:measured", 2, switch={**MEASURED, **beside})
     for rank in ranks:
         ours, theirs = rank["ours"], rank["theirs"]
         for mine, stock in zip(ours["runs"], theirs["runs"], strict=True):
             moe.assert_same(mine, stock)
         first, same_size, other = ours["launched"]
-        # One of the ranks is slower in halves, so both take the whole, and do not measure again.
+        # One rank is slower with halves, so both ranks use the unsplit layer, and do not measure again.
         assert same_size == launched
         assert ours["ways"][1] == 0 < ours["ways"][0] == ours["ways"][2]
         assert other - first == 2 * 2 * 6 - launched  # two microbatches, forward and backward
@@ -125,7 +125,7 @@ def test_what_is_said_of_the_times(in_turn, interleaved, reason):
     ids=["DP2", "DP4, distributed optimizer"],
 )
 def test_gradients_are_ready_once(pool, ranks, distributed):
-    """With overlapped reduction every parameter reports as often as in stock, in every step."""
+    """With overlapped reduction, every parameter reports its gradient as often as in stock."""
     arguments = {"ep": 2, "distributed": distributed, "switch": ALWAYS}
     for found in pool.run(f"{OVERLAP}:overlapped_reduction", ranks, **arguments):
         ours, theirs = found["ours"], found["theirs"]

@@ -1,4 +1,4 @@
-"""Whole models train the same with overlapped halves, in every layout and beside other features."""
+"""Models train the same with overlapped halves, in every layout and with other features."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICK = list(RUNS)[:1]
 
 @pytest.mark.full
 def test_what_is_measured_trains_the_same(pool):
-    """With the layers' own choice, whatever that is on this machine."""
+    """Training is the same with the layers' own choice, whichever this machine makes."""
     off, on = (
         pool.run(f"{CASES}:whole_model", 2, ep=2, etp=1, num_microbatches=2, switches=switch)
         for switch in ({}, MEASURED)
@@ -42,7 +42,7 @@ def test_what_is_measured_trains_the_same(pool):
     for before, after in zip(off, on, strict=True):
         assert losses_of(after) == losses_of(before)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
-        assert after["launched"] > 0  # at least where they were measured
+        assert after["launched"] > 0  # at least in the measurement
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Combinations with overlapped halves that are refused before training starts."""
+"""Settings that overlapped halves refuse before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of experts from loads, and the file that keeps them."""
+"""Orders of experts from loads, and the placement file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def zipf(experts, exponent):
 
 
 def best(loads, ranks):
-    """The smallest possible maximum, by trying everything."""
+    """Return the smallest possible maximum load, by brute force."""
     return min(max(rank_loads(loads, order, ranks)) for order in itertools.permutations(range(len(loads))))
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(64, 4), (64, 8), (256, 8)])
 def test_hot_neighbours_are_spread(experts, ranks):
-    """As far as anything can: the hottest expert's rank must hold others too, at least the coldest ones."""
+    """Hot experts spread so far that only the hottest expert's rank limits the balance."""
+    # That rank also holds other experts, at best the coldest ones.
     loads = zipf(experts, 1.0)
     order = balanced(loads, ranks)
     assert sorted(order) == list(range(experts))

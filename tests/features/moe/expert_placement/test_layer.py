@@ -1,4 +1,4 @@
-"""A layer computes the same wherever its experts are, bit for bit."""
+"""A layer is bit-identical for every placement of its experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.support import model, moe
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 BALANCED = {
@@ -31,11 +31,11 @@ BALANCED = {
 def train(
     order: Sequence[int] | None, file: str, dispatcher: str = "alltoall", tp: int = 1
 ) -> dict[str, Any]:
-    """Two microbatches of a layer with eight experts on the ranks, in their own slots or in ``order``.
+    """Run two microbatches of a layer with eight experts, in their default slots or in ``order``.
 
     Returns:
-        Outputs, input gradients; gradients of the router; gradients of all experts by their numbers, and
-        how many tokens each has computed, by rank.
+        outputs, input gradients, router gradients, all experts' gradients by number, and the tokens that each
+        expert has computed, by rank.
     """
     ranks = dist.get_world_size()
     model.start({"moe_expert_placement": file} if order else {}, ep=ranks, tp=tp, etp=1)
@@ -49,7 +49,7 @@ def train(
     computed = dict.fromkeys(numbers, 0)
     for number, expert in zip(numbers, layer.experts.local_experts, strict=True):
         expert.register_forward_hook(_counter(number, computed))
-    found = moe.train(layer, [moe.tokens(6, seed=dist.get_rank() + 10 * step) for step in range(2)])
+    result = moe.train(layer, [moe.tokens(6, seed=dist.get_rank() + 10 * step) for step in range(2)])
     experts = {
         number: {name: p.grad for name, p in expert.named_parameters()}
         for number, expert in zip(numbers, layer.experts.local_experts, strict=True)
@@ -57,8 +57,8 @@ def train(
     everywhere: list[Any] = [None] * ranks
     dist.all_gather_object(everywhere, (experts, computed))
     return {
-        "outputs": found["outputs"],
-        "inputs": found["inputs"],
+        "outputs": result["outputs"],
+        "inputs": result["inputs"],
         "router": layer.router.weight.grad,
         "bias": layer.router.local_tokens_per_expert.clone(),
         "experts": {number: each for part, _ in everywhere for number, each in part.items()},
@@ -74,7 +74,7 @@ def _counter(number: int, computed: dict[int, int]) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Bit for bit."""
+    """Whether two nested structures are equal bit for bit."""
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -96,7 +96,7 @@ ORDER = [5, 0, 7, 2, 1, 6, 3, 4]
     ids=("EP2", "EP4", "EP2, allgather", "TP2+SP, EP2"),
 )
 def test_outputs_losses_and_gradients_are_those_of_experts_in_order(pool, tmp_path, ranks, arguments):
-    """With auxiliary losses and the expert bias, whose counts go by the expert's number."""
+    """With auxiliary losses and expert bias, whose counts use the expert's number."""
     file = tmp_path / "placement.json"
     expert_placement.write(file, Placement(8, ranks, {1: ORDER}))
     case = "tests.features.moe.expert_placement.test_layer:train"
@@ -105,7 +105,7 @@ def test_outputs_losses_and_gradients_are_those_of_experts_in_order(pool, tmp_pa
     for mine, theirs in zip(placed, stock, strict=True):
         for what in ("outputs", "inputs", "router", "bias", "experts"):
             assert same(mine[what], theirs[what]), what
-    # Each expert computed the same tokens, on the rank that the order says.
+    # Each expert computed the same tokens, on the rank given by the order.
     tokens = {number: n for part in stock[0]["computed"] for number, n in part.items()}
     room = 8 // ranks
     expected = [{e: tokens[e] for e in ORDER[r * room : (r + 1) * room]} for r in range(ranks)]

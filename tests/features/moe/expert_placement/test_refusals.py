@@ -1,4 +1,4 @@
-"""What the placement does not fit, and checkpoints that do not know experts by their numbers."""
+"""Settings that a placement does not fit, and checkpoints that do not number experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.contexts import context
 def problems(tmp_path, placement=None, **arguments):
     file = tmp_path / "placement.json"
     expert_placement.write(file, placement or Placement(4, 2, {2: [0, 2, 1, 3], 3: [3, 2, 1, 0]}))
-    given = {
+    settings = {
         "moe_expert_placement": str(file),
         "num_experts": 4,
         "expert_model_parallel_size": 2,
@@ -29,7 +29,7 @@ def problems(tmp_path, placement=None, **arguments):
         "mtp_num_layers": None,
         **arguments,
     }
-    return list(check_expert_placement(SimpleNamespace(**given), None))
+    return list(check_expert_placement(SimpleNamespace(**settings), None))
 
 
 def test_a_placement_of_this_model_is_accepted(tmp_path):
@@ -92,10 +92,10 @@ def test_a_checkpoint_of_ranks_is_refused_when_it_is_found():
     def load(kind):
         return lambda *args, **kwargs: ({}, "iter_1", False, SimpleNamespace(name=kind))
 
-    own = context("moe-expert-placement")
-    assert placing.refuse_files_of_ranks(load("GLOBAL"), own)()[1] == "iter_1"
+    placement_context = context("moe-expert-placement")
+    assert placing.refuse_files_of_ranks(load("GLOBAL"), placement_context)()[1] == "iter_1"
     with pytest.raises(MindSpeedDSAError, match="iter_1 is of the kind legacy"):
-        placing.refuse_files_of_ranks(load("LEGACY"), own)()
+        placing.refuse_files_of_ranks(load("LEGACY"), placement_context)()
 
 
 def test_auto_takes_the_first_report_there_is_or_says_that_there_is_none(tmp_path, caplog):
@@ -106,20 +106,20 @@ def test_auto_takes_the_first_report_there_is_or_says_that_there_is_none(tmp_pat
         load=str(run / "checkpoints"),
         save=None,
     )
-    own = context("moe-expert-placement", Options.of(settings))
+    placement_context = context("moe-expert-placement", Options.of(settings))
     with caplog.at_level("INFO", logger="mindspeed_dsa"):
-        assert placing._read(own, 2) is None
+        assert placing._read(placement_context, 2) is None
     assert f"there is no report of experts' load (looked in {empty}," in caplog.text
     for step, hot in enumerate([[0, 0, 9, 9], *[[9, 9, 1, 1]] * 100]):  # only recent steps count
         metrics.append(run / expert_load.FILE, expert_load.record(step, [LayerLoad(2, 0, hot, [hot])]))
     with caplog.at_level("INFO", logger="mindspeed_dsa"):
-        placement = placing._read(own, 2)
+        placement = placing._read(placement_context, 2)
     assert placement == Placement(4, 2, {2: [0, 2, 1, 3]})
     assert "layer 2: most loaded rank over the mean 1.80 -> 1.00" in caplog.text
 
 
 def test_auto_goes_on_from_a_report_that_a_kill_has_torn(tmp_path, caplog):
-    own = context(
+    placement_context = context(
         "moe-expert-placement",
         Options.of(
             SimpleNamespace(
@@ -129,18 +129,18 @@ def test_auto_goes_on_from_a_report_that_a_kill_has_torn(tmp_path, caplog):
     )
     file = tmp_path / expert_load.FILE
     file.write_text('{"step": 1, "layers": [{"la')
-    assert placing._read(own, 2) is None  # the first record was torn: there is none
+    assert placing._read(placement_context, 2) is None  # the only record is torn, so there is none
     for step in (1, 2):
         metrics.append(file, expert_load.record(step, [LayerLoad(2, 0, [9, 9, 1, 1], [[18, 2]])]))
     file.write_text(file.read_text().replace('"step": 1', '"pets": 1') + '{"step": 3, "lay')
     with caplog.at_level("INFO", logger="mindspeed_dsa"):
-        assert placing._read(own, 2) == Placement(4, 2, {2: [0, 2, 1, 3]})
+        assert placing._read(placement_context, 2) == Placement(4, 2, {2: [0, 2, 1, 3]})
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert sum("1 lines among the last" in each for each in warnings) == 1
 
 
 def test_auto_refuses_a_file_that_is_no_report(tmp_path):
-    own = context(
+    placement_context = context(
         "moe-expert-placement",
         Options.of(
             SimpleNamespace(
@@ -150,4 +150,4 @@ def test_auto_refuses_a_file_that_is_no_report(tmp_path):
     )
     (tmp_path / expert_load.FILE).write_text("notes\n")
     with pytest.raises(RunError, match="is not a report of --moe-router-load-report"):
-        placing._read(own, 2)
+        placing._read(placement_context, 2)

@@ -1,4 +1,4 @@
-"""Grouped experts beside Megatron's sequential ones; runs inside the pool's workers."""
+"""Worker functions: grouped experts, and Megatron's sequential experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTIVATIONS = {
 def pair(
     switches: Mapping[str, Any] | None = None, tp: int = 1, ep: int = 1, etp: int = 1, **overrides: Any
 ) -> tuple[Any, Any]:
-    """The layer with grouped and with sequential experts, with the same weights."""
+    """Return the layer with grouped and with sequential experts, with the same weights."""
     model.start({**ON, **(switches or {})}, tp=tp, ep=ep, etp=etp)
     overrides = {"expert_tensor_parallel_size": etp, **overrides}
     grouped = moe.layer(moe.config(tp, ep, moe_grouped_gemm=True, **overrides))
@@ -39,7 +39,7 @@ def pair(
 
 
 def layers(rows: Sequence[int] = (6, 5), **arguments: Any) -> tuple[str, str]:
-    """Several microbatches through both layers: everything is the same."""
+    """Compare several microbatches through both layers."""
     ours, theirs = pair(**arguments)
     dtype = arguments.get("params_dtype", torch.float32)
     rtol = 1e-5 if dtype == torch.float32 else 2e-2
@@ -63,9 +63,10 @@ def experts(
     main_grad: torch.dtype | None = None,
     **arguments: Any,
 ) -> None:
-    """The modules alone, which get so many rows for each expert, twice before their backwards.
+    """Compare the expert modules with a given number of rows per expert, two forwards before the backwards.
 
-    With ``main_grad`` the stacks have a buffer and Megatron's mark for gradients that are in it already.
+    With ``main_grad``, the stacked weights have a gradient buffer, and Megatron's mark for gradients that are
+    in the buffer already.
     """
     ours, theirs = pair(num_moe_experts=len(tokens_per_expert), **ACTIVATIONS[activation], **arguments)
     if main_grad is not None:
@@ -84,10 +85,10 @@ def experts(
     if main_grad is not None:
         assert all(parameter.grad_added_to_main_grad for parameter in ours.experts.parameters())
         placeholders = [parameter.grad for parameter in ours.experts.parameters()]
-        assert all(each is not None for each in placeholders), "hooks wait for a gradient"
+        assert all(placeholder is not None for placeholder in placeholders), "hooks wait for a gradient"
         gradients[0] = moe.by_name(ours, lambda parameter: parameter.main_grad - 1)
-        gradients = [{n: g for n, g in each.items() if "local_experts" in n} for each in gradients]
-    results = [{**each, "weights": grads} for each, grads in zip(results, gradients, strict=True)]
+        gradients = [{n: g for n, g in by_name.items() if "local_experts" in n} for by_name in gradients]
+    results = [{**result, "weights": grads} for result, grads in zip(results, gradients, strict=True)]
     assert len(gradients[1]) == 2 * len(tokens_per_expert)
     moe.assert_same(*results, rtol)
     for name, gradient in gradients[0].items():
@@ -101,7 +102,7 @@ def _train(module: Any, tokens_per_expert: Sequence[int]) -> dict[str, Any]:
     inputs = [moe.tokens(rows, seed, 1, dtype)[:, 0].clone().requires_grad_() for seed in (0, 1)]
     probs = [torch.rand(rows, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in inputs]
     counts = torch.tensor(tokens_per_expert)
-    outputs = [module(each, counts, prob)[0] for each, prob in zip(inputs, probs, strict=True)]
+    outputs = [module(rows_in, counts, prob)[0] for rows_in, prob in zip(inputs, probs, strict=True)]
     for output in outputs:
         noise = torch.Generator().manual_seed(8)
         output.backward(torch.randn(output.shape, generator=noise).to(dtype))
@@ -110,21 +111,21 @@ def _train(module: Any, tokens_per_expert: Sequence[int]) -> dict[str, Any]:
 
 
 def initial_weights(cpu_initialization: bool, **arguments: Any) -> None:
-    """A fresh module of either kind draws the same numbers, and leaves the generators in the same state."""
+    """Check that fresh modules of both kinds have the same weights and leave the same random states."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.spec_utils import build_module
 
     model.start({**ON, **arguments.pop("switches", {})}, ep=arguments.get("ep", 1))
-    found = []
+    drawn = []
     for grouped in (True, False):
         cfg = moe.config(moe_grouped_gemm=grouped, use_cpu_initialization=cpu_initialization, **arguments)
         random.model_parallel_cuda_manual_seed(77)
         torch.manual_seed(3)
         spec = get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=grouped)
         built = build_module(spec.submodules.mlp, config=cfg)
-        found.append((moe.by_name(built, torch.Tensor.detach), torch.rand(1)))
-    (ours, ours_next), (theirs, theirs_next) = found
+        drawn.append((moe.by_name(built, torch.Tensor.detach), torch.rand(1)))
+    (ours, ours_next), (theirs, theirs_next) = drawn
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
@@ -132,7 +133,7 @@ def initial_weights(cpu_initialization: bool, **arguments: Any) -> None:
 
 
 def state_dicts(**arguments: Any) -> None:
-    """Both kinds have one state dict, either loads the other's, and it does not share the loaded memory."""
+    """Check that both kinds have the same state dict, load each other's, and do not share loaded memory."""
     ours, theirs = pair(**arguments)
     mine, stock = ours.state_dict(), theirs.state_dict()
     names = {name for name, value in stock.items() if value is not None}
@@ -151,7 +152,7 @@ def state_dicts(**arguments: Any) -> None:
 
 
 def overlapped(**arguments: Any) -> int:
-    """Both layers under overlapped all-to-alls; how many weight gradients of stacks were deferred."""
+    """Compare both layers under overlapped all-to-alls; return the number of deferred stacked gradients."""
     from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
 
     waiting: list[int] = []
@@ -167,10 +168,10 @@ def overlapped(**arguments: Any) -> int:
 
 
 def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Grouped experts in other slots compute what stock's do in theirs, and are saved under their numbers.
+    """Compare grouped experts in other slots with stock's, and check that they are saved by expert number.
 
     Returns:
-        Which experts each rank holds.
+        the experts of each rank.
     """
     from mindspeed_dsa import session
     from mindspeed_dsa.features.moe import numbering
@@ -194,7 +195,9 @@ def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _shards(module: Any, metadata: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    """What all ranks would save, by key and place, after a pipeline stage has renamed its layers."""
+    """Return the shards that all ranks would save, by key and offset, after a pipeline stage renames
+    layers.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -209,7 +212,7 @@ def _shards(module: Any, metadata: Mapping[str, Any]) -> dict[Any, torch.Tensor]
 
 
 def flat_pieces(**arguments: Any) -> None:
-    """A stack in flat pieces that cut through experts and gates has the values that single experts have."""
+    """Check that flat shards of a stack, cut through experts and gates, equal the shards of single experts."""
     from dataclasses import replace
 
     ours, theirs = pair(**arguments)
@@ -220,9 +223,12 @@ def flat_pieces(**arguments: Any) -> None:
             size = item.data.numel()
             _collect(stock, replace(item, data=item.data.flatten(), flattened_range=slice(0, size)))
     mine: dict[Any, list[Any]] = {}
-    found = ours.experts.sharded_state_dict()
+    entries = ours.experts.sharded_state_dict()
     for name in linears:
-        factory, flat = found[f"mlp.{name}.weight"], getattr(ours.experts.mlp, name).weight.detach().flatten()
+        factory, flat = (
+            entries[f"mlp.{name}.weight"],
+            getattr(ours.experts.mlp, name).weight.detach().flatten(),
+        )
         bounds = [0, 7, flat.numel() // 2 + 5, flat.numel() - 3, flat.numel()]
         for start, stop in pairwise(bounds):
             piece = replace(factory, data=flat[start:stop], flattened_range=slice(start, stop))
@@ -241,12 +247,12 @@ def _start(part: tuple[int, torch.Tensor]) -> int:
 def _collect(into: dict[Any, list[Any]], item: Any) -> Any:
     built = item.build() if hasattr(item, "build") else item
     flat = [built]
-    while any(isinstance(each, (dict, list)) for each in flat):
+    while any(isinstance(entry, (dict, list)) for entry in flat):
         flat = [
             inner
-            for each in flat
+            for entry in flat
             for inner in (
-                each.values() if isinstance(each, dict) else each if isinstance(each, list) else [each]
+                entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else [entry]
             )
         ]
     for shard in flat:

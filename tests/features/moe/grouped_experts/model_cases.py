@@ -1,4 +1,4 @@
-"""Whole models with grouped and with sequential experts; runs inside the pool's workers."""
+"""Worker functions: models with grouped and with sequential experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GROUPED = {"moe_grouped_gemm": True}
 
 
 def losses(grouped: bool, steps: int = 10, build: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Loss and gradient norm of each step from Megatron's own initial weights."""
+    """Return loss and gradient norm per step, from Megatron's own initial weights."""
     options = dict(build or {})
     options["switches"] = {**SWITCHES, **options.pop("switches", {})}
     options["overrides"] = {**(GROUPED if grouped else {}), **options.pop("overrides", {})}
     with mock.patch.object(model, "fill_by_name"):
         job = optimizer_job.build(**options)
-    found = {type(module.experts).__name__ for module in job.model.modules() if hasattr(module, "experts")}
-    assert found == {"GroupedExperts" if grouped else "SequentialMLP"}
+    kinds = {type(module.experts).__name__ for module in job.model.modules() if hasattr(module, "experts")}
+    assert kinds == {"GroupedExperts" if grouped else "SequentialMLP"}
     marks = [p.grad_added_to_main_grad for p in job.model.parameters() if p.dim() == 3]
     records = [optimizer_job.step(job, number) for number in range(steps)]
     assert not any(marks)

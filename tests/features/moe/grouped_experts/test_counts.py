@@ -1,4 +1,4 @@
-"""Numbers of rows of each expert go past the dispatcher's copies, where the host reads none of them."""
+"""Row counts per expert skip the dispatcher's host copies when only the device reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.features.moe.grouped_experts import counts
 
 
 class Experts:
-    """Experts whose products read the numbers of rows on the device, or on the host."""
+    """Experts whose products read the row counts on the device, or on the host."""
 
     def __init__(self, reads: bool = False) -> None:
         self.reads = reads
@@ -22,7 +22,7 @@ class Experts:
 
 
 class Dispatcher:
-    """As Megatron's: counts, later copies to the host what there is to copy, and says when it waits."""
+    """Dispatcher like Megatron's: it counts, later copies tensors to the host, and says when it waits."""
 
     cuda_dtoh_point = "before_permutation_1"
     cuda_sync_point = "before_finish"
@@ -40,7 +40,7 @@ class Dispatcher:
 
 
 def told(experts: Any) -> Dispatcher:
-    """A dispatcher of a layer with these experts."""
+    """Return the dispatcher of a layer with these experts."""
 
     def build(self: Any) -> None:
         self.experts, self.token_dispatcher = experts, Dispatcher()
@@ -52,20 +52,20 @@ def told(experts: Any) -> Dispatcher:
 
 
 def passed(dispatcher: Dispatcher) -> Any:
-    """The argument that the experts get."""
+    """Return the counts that the experts receive."""
     dispatcher.tokens_per_expert = dispatcher.preprocess(torch.empty(6, 4))
-    rows, given, probs = dispatcher.dispatch_postprocess("rows", "probs")
+    rows, counts_received, probs = dispatcher.dispatch_postprocess("rows", "probs")
     assert (rows, probs) == ("rows", "probs")
-    return given
+    return counts_received
 
 
 def test_numbers_stay_on_the_device():
     dispatcher = told(Experts())
     for _ in range(2):
-        given = passed(dispatcher)
+        counts_received = passed(dispatcher)
         assert dispatcher.tokens_per_expert is None, "there was something to copy"
-        assert given.shape == (4,)
-        assert given.device.type == "meta"
+        assert counts_received.shape == (4,)
+        assert counts_received.device.type == "meta"
         assert dispatcher.cuda_sync_point == "no_sync"
         assert not [each for each in vars(dispatcher).values() if isinstance(each, torch.Tensor)]
         dispatcher.cuda_sync_point = "before_finish"

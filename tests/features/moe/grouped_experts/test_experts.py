@@ -1,4 +1,4 @@
-"""Grouped experts are the training that Megatron's sequential experts are."""
+"""Grouped experts train the same as Megatron's sequential experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_layouts_in_bf16_into_main_grad(pool, layout):
 
 
 def test_megatrons_recomputed_activation(pool):
-    """In the release in which the checkpoint is replaced that needs Transformer Engine."""
+    # The switch is needed in releases whose own checkpoint needs Transformer Engine.
     pool.run(
         f"{CASES}:experts",
         1,
@@ -75,7 +75,7 @@ def test_state_dicts(pool, layout):
 
 
 def test_hot_experts_travel(pool):
-    """Single experts are lent from a stack, and their gradients return into it."""
+    """Single experts of a stack are lent to other ranks, and their gradients return into the stack."""
     from tests.features.moe.balanced_experts.popular_experts import ALWAYS
 
     arguments = {"popularity": [[2.0, 1.0, 0.0, -1.0]] * 2, "ep": 2}
@@ -89,7 +89,9 @@ def test_hot_experts_travel(pool):
 
 
 def test_weight_gradients_under_the_dispatch(pool):
-    """Two microbatches, two stacks: every gradient waits where overlapped all-to-alls have room for it."""
+    """All four gradients (two microbatches, two stacks) are deferred where overlapped all-to-alls have
+    room.
+    """
     assert pool.run(f"{CASES}:overlapped", 2, ep=2) == [4, 4]
 
 

@@ -1,4 +1,4 @@
-"""Whole models with grouped experts: from Megatron's initial weights, and through checkpoints."""
+"""Models with grouped experts, from Megatron's initial weights and through checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_same(ours, theirs, rtol):
 
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=list(TRAININGS))
 def test_ten_steps_from_initial_weights(pool, training):
-    """fp32: the weights are drawn alike, every gradient is reduced once and the optimizer steps alike."""
+    """In fp32, initial weights are equal, every gradient is reduced once, and optimizer steps agree."""
     options = {**training, "precision": "fp32", "ep": 2}
     ours, theirs = (pool.run(f"{CASES}:losses", 2, grouped=on, build=options)[0] for on in (True, False))
     assert_same(ours, theirs, 1e-5)
@@ -35,7 +35,7 @@ OVERLAP = {**DISTRIBUTED, "overlap": True}
 FP32 = {"precision": "fp32"}
 KN = {"gemm_weight_layout": "kn"}
 BY_PARAMETER = {True: "fully_reshardable", False: "torch_dist"}
-"""The distributed optimizer's and the plain one's."""
+"""Dict from whether the optimizer is distributed to a checkpoint format that names each parameter."""
 WAYS = {
     "fully_reshardable": (DISTRIBUTED, "fully_reshardable", {}),
     "torch_dist": (PLAIN, "torch_dist", {}),
@@ -63,9 +63,9 @@ LONG = list(WAYS)[1:]
     ],
 )
 def test_checkpoints_of_one_kind_are_those_of_the_other(pool, tmp_path, options, way, layout):
-    """Weights, master weights and moments go from sequential to grouped experts and back to the bit."""
-    sequential, grouped, known = (str(tmp_path / name) for name in ("sequential", "grouped", "known"))
-    for folder in (sequential, grouped, known):
+    """Weights, masters and moments move from sequential to grouped experts and back, bit for bit."""
+    sequential, grouped, by_name = (str(tmp_path / name) for name in ("sequential", "grouped", "known"))
+    for folder in (sequential, grouped, by_name):
         Path(folder).mkdir()
     run = {"function": f"{JOB}:train", "world_size": 2, "ep": 2, **options}
     ours = {**run, "switches": {**run.get("switches", {}), **GROUPED["switches"], **layout}}
@@ -82,18 +82,20 @@ def test_checkpoints_of_one_kind_are_those_of_the_other(pool, tmp_path, options,
     by_parameter = BY_PARAMETER["distributed" in options]
     if way == by_parameter:
         going_on = pool.run(**ours, **go_on, load=(way, sequential))
-        for own, stock in zip(going_on, theirs, strict=True):
-            assert_same(own["records"], stock["records"], 2e-3)
-    else:  # the same entries of the stacks as by way of a format in which each parameter has a name
-        pool.run(**run, steps=0, load=(way, sequential), save=(by_parameter, known))
-        expected = pool.run(**ours, steps=0, load=(by_parameter, known))
-        for own, each in zip(mine, expected, strict=True):
-            assert own["loaded"] == each["loaded"]
+        for resumed, stock in zip(going_on, theirs, strict=True):
+            assert_same(resumed["records"], stock["records"], 2e-3)
+    else:  # the stacks' entries equal those loaded by way of a format that names each parameter
+        pool.run(**run, steps=0, load=(way, sequential), save=(by_parameter, by_name))
+        expected = pool.run(**ours, steps=0, load=(by_parameter, by_name))
+        for resumed, each in zip(mine, expected, strict=True):
+            assert resumed["loaded"] == each["loaded"]
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["save", "load"])
 def test_slices_of_buffers_are_refused(pool, tmp_path, saves):
-    """They are in the order of the parameters, and would be read without complaint in another one."""
+    """Slices of buffers follow the order of parameters, which differs, so loading them would mix up
+    values.
+    """
     way = {"save" if saves else "load": ("dp_reshardable", str(tmp_path))}
     if not saves:
         pool.run(f"{JOB}:train", 1, steps=1, save=way["load"], **DISTRIBUTED)

@@ -62,7 +62,7 @@ def test_what_is_served(arguments):
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_only_transformer_engine_needs_a_gpu(implementation):
-    """Megatron's check for a GPU of a certain age passes by the local modules; others see their own flag."""
+    """Megatron's GPU check is skipped for local modules; all other checks see the user's flag."""
     args = SimpleNamespace(moe_grouped_gemm=True, transformer_impl=implementation)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Every token counts once, in every layout, and the report says where it went."""
+"""Every token counts once in every layout, and the report has each expert's tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mindspeed_dsa.runs.expert_load import LayerLoad
 from tests.support import model
 from tests.support.contexts import context
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 SWITCH = "moe_router_load_report"
@@ -39,10 +39,10 @@ def train(
     mtp: bool = False,
     **layout: Any,
 ) -> list[dict[int, list[int]]]:
-    """Steps of a model with three MoE layers, with a report in ``folder`` if one is named.
+    """Train a model with three MoE layers, with a report in ``folder`` unless it is empty.
 
     Returns:
-        For each step, tokens by layer and expert, as the routers of this rank sent them.
+        per step, the tokens per layer and expert that this rank's routers sent.
     """
     model.start({**(switches or {}), **({SWITCH: folder} if folder else {})}, **layout)
     running = session.current()
@@ -63,7 +63,7 @@ def train(
         mtp_num_layers=1 if mtp else None,
         **(overrides or {}),
     )
-    # As Megatron-LM has it: every chunk is built with a configuration of its own.
+    # As in Megatron-LM, every chunk has a separate config object.
     chunks = [
         model.gpt_model(copy.copy(cfg) if stage else cfg, stage if vpp else None, mtp)
         for stage in range(vpp or 1)
@@ -71,7 +71,7 @@ def train(
     seen: dict[int, list[int]] = {}
     for chunk in chunks:
         watch(chunk, seen)
-    found = []
+    by_step = []
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     for step in range(1, steps + 1):
         batch = model.samples(num_microbatches * SAMPLES, seed=step)
@@ -83,12 +83,12 @@ def train(
         model.train_step(cfg, chunks, list(mine))
         if context is not None:
             load_report.record_step(context, step)
-        found.append(dict(seen))
-    return found
+        by_step.append(dict(seen))
+    return by_step
 
 
 def watch(chunk: Any, seen: dict[int, list[int]]) -> None:
-    """Count the tokens of each router's experts, by the probabilities that are not zero."""
+    """Count the tokens of each router's experts by their non-zero probabilities."""
     layers = [(layer.layer_number, layer) for layer in chunk.decoder.layers]
     if getattr(chunk, "mtp", None) is not None:
         layers += [(LAYERS + each.layer_number, each) for each in chunk.mtp.layers]
@@ -108,7 +108,7 @@ def _counter(number: int, seen: dict[int, list[int]]) -> Any:
 
 
 def summed(ranks: list[list[dict[int, list[int]]]]) -> list[dict[int, list[int]]]:
-    """What all ranks saw together, by step."""
+    """Return the sums over all ranks, by step."""
     together: list[dict[int, list[int]]] = []
     for of_step in zip(*ranks, strict=True):
         total: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
@@ -124,7 +124,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def report_of(pool, folder, world_size, **arguments):
-    """What the routers did, and what the report says, after the report did not change what they did."""
+    """Return the routers' counts and the report's records."""
     with_report = pool.run(CASE, world_size, folder=str(folder), **arguments)
     return summed(with_report), expert_load.read(folder)
 
@@ -153,14 +153,14 @@ def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size,
     layers = [2, 3, 4, 5] if arguments.get("mtp") else [2, 3, 4]
     stages = {1: [0] * len(layers), 2: [0, 1, 1, 1]}[arguments.get("pp", 1)]
     if arguments.get("vpp"):
-        stages = [1, 0, 1]  # one layer per chunk: ranks take turns
+        stages = [1, 0, 1]  # one layer per chunk, so the ranks alternate
     ep = arguments.get("ep", 1)
     replicas = world_size // (arguments.get("pp", 1) * arguments.get("tp", 1) * ep)
     for record in records:
         assert [layer["layer"] for layer in record["layers"]] == layers
         assert [layer["stage"] for layer in record["layers"]] == stages[: len(layers)]
         for layer in record["layers"]:
-            # 4 microbatches of 4 samples of 20 tokens, two experts each
+            # 4 microbatches x 4 samples x 20 tokens x 2 experts each
             assert sum(layer["experts"]) == 4 * 4 * 20 * 2
             assert len(layer["ranks"]) == replicas
             by_rank = [sum(loads) for loads in zip(*layer["ranks"], strict=True)]
@@ -177,7 +177,7 @@ def test_recomputed_layers_count_once(pool, tmp_path):
 
 
 def test_counting_never_waits_for_the_device(load_context):
-    """Tensors without values: any wait for one raises."""
+    """Meta tensors have no values, so any wait for one would raise."""
     counts = steps.Counts(load_context)
     router = torch.nn.Module()
     for _ in range(2):
@@ -192,7 +192,7 @@ def load_context(tmp_path):
 def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
     load_context, monkeypatch, tmp_path
 ):
-    """Scalars go to Megatron's own writer at its own interval, and records at every step."""
+    """Records are written at every step; scalars go to Megatron's writer at its own interval."""
     loads = [LayerLoad(2, 0, [6, 2, 0, 0], [[8, 0]]), LayerLoad(3, 1, [2, 2, 2, 2], [[4, 4]])]
     monkeypatch.setattr(steps, "counts_of", lambda _: SimpleNamespace(take=lambda: loads))
     shown = {}
@@ -225,7 +225,9 @@ def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
 
 
 def test_the_imbalance_of_a_stage_is_that_of_ranks_that_wait_in_every_layer():
-    """Two layers whose loads would cancel out over the stage do not."""
+    """The imbalance is that of ranks which wait in every layer; opposite loads of layers do not cancel
+    out.
+    """
     loads = [LayerLoad(1, 0, [3, 1], [[3, 1]]), LayerLoad(2, 0, [1, 3], [[1, 3]])]
     record = expert_load.record(7, loads)
     assert record["stages"] == [{"stage": 0, "tokens": 8, "imbalance": 1.5}]

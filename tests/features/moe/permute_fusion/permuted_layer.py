@@ -1,4 +1,4 @@
-"""A MoE layer with the fused permutation beside the stock layer; runs in the pool's workers."""
+"""Worker functions: a MoE layer with the fused permutation, and the stock layer."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ SWITCH = {"moe_permute_fusion": True}
 def beside_stock(
     runs: Mapping[str, Mapping[str, Any]], tp: int = 1, ep: int = 1, etp: int = 1
 ) -> dict[str, Any]:
-    """Stock's and our results of each run, and how often the dispatcher called our operator.
+    """Return stock's and our results of each run, and the dispatcher's calls of our operator.
 
     Args:
-        runs: keywords of :func:`run`, by name.
-        tp: tensor parallel ranks.
-        ep: expert parallel ranks.
-        etp: tensor parallel ranks of an expert.
+        runs: dict from name to the keyword arguments of :func:`run`.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        etp: expert tensor parallel size.
     """
     model.start(tp=tp, ep=ep, etp=etp)
     layout = {"tp": tp, "ep": ep, "expert_tensor_parallel_size": etp}
-    theirs = {name: run(**layout, **each) for name, each in runs.items()}
+    theirs = {name: run(**layout, **arguments) for name, arguments in runs.items()}
     switch_on()
-    found: dict[str, Any] = {}
-    for name, each in runs.items():
+    results: dict[str, Any] = {}
+    for name, arguments in runs.items():
         with counted() as calls:
-            ours = run(**layout, **each, **SWITCH)
-        found[name] = {"ours": ours, "theirs": theirs[name], "calls": dict(calls)}
-    return found
+            ours = run(**layout, **arguments, **SWITCH)
+        results[name] = {"ours": ours, "theirs": theirs[name], "calls": dict(calls)}
+    return results
 
 
 def switch_on(**more: Any) -> None:
-    """The feature, in process groups that exist."""
+    """Turn the feature on; the process groups exist already."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
@@ -58,16 +58,16 @@ def run(
     absent: Sequence[int] = (),
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Forward of all microbatches, then their backward.
+    """Run the forward of all microbatches, then their backward.
 
     Args:
-        tp: tensor parallel ranks.
-        ep: expert parallel ranks.
-        rows: of each microbatch on this rank.
-        dtype: of parameters and tokens.
-        favourites: the experts that every token goes to.
-        absent: ranks that have no tokens.
-        **overrides: of the configuration.
+        tp: tensor parallel size.
+        ep: expert parallel size.
+        rows: number of rows per microbatch on this rank.
+        dtype: dtype of parameters and tokens.
+        favourites: experts that every token goes to.
+        absent: ranks without tokens.
+        **overrides: config fields that differ from the layer's.
     """
     kind = getattr(torch, dtype)
     cfg = moe.config(tp, ep, params_dtype=kind, **overrides)
@@ -83,7 +83,7 @@ def run(
 
 
 def prefer(built: Any, favourites: Sequence[int]) -> None:
-    """Every token goes to these experts, with weights that still learn."""
+    """Route every token to these experts, with probabilities that still learn."""
     routing = built.router.routing
 
     def biased(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def prefer(built: Any, favourites: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Calls of our operator by Megatron's functions, and what they do with a shared expert's output."""
+    """Count our operator's calls by Megatron's functions, and calls that add a shared expert's output."""
     from mindspeed_dsa.features.moe.permute_fusion import permutation
 
     calls: Counter[str] = Counter()
@@ -116,7 +116,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def consumers() -> dict[str, Any]:
-    """What the dispatcher's module calls, and what the configuration finds, with the feature and after it."""
+    """Return the dispatcher module's functions and the config's checks, with the feature and after it."""
     import mindspeed_dsa
 
     model.start(SWITCH)
@@ -126,20 +126,20 @@ def consumers() -> dict[str, Any]:
 
     names = ("permute", "unpermute", "sort_chunks_by_idxs")
     homes = {name: inspect.unwrap(getattr(token_dispatcher, name)).__code__.co_filename for name in names}
-    found = {
+    result = {
         "same": [getattr(token_dispatcher, name) is getattr(moe_utils, name) for name in names],
         "ours": ["permute_fusion" in home for home in homes.values()],
         "names": [callable(getattr(moe_utils, name, None)) for name in NAMES],
         "kernels": through_the_names(moe_utils),
     }
     mindspeed_dsa.disable()
-    found["after"] = [getattr(moe_utils, name, None) for name in NAMES]
-    found["refused"] = model.error_of("tests.support.moe:config", **SWITCH)
-    return found
+    result["after"] = [getattr(moe_utils, name, None) for name in NAMES]
+    result["refused"] = model.error_of("tests.support.moe:config", **SWITCH)
+    return result
 
 
 def through_the_names(moe_utils: Any) -> list[bool]:
-    """The five functions by Transformer Engine's arguments against Megatron's own code."""
+    """Compare the five functions with Transformer Engine's signatures with Megatron's own code."""
     noise = torch.Generator().manual_seed(3)
     tokens = torch.randn(6, 8, generator=noise)
     routing_map = torch.zeros(6, 4, dtype=torch.bool)
@@ -165,7 +165,7 @@ def through_the_names(moe_utils: Any) -> list[bool]:
 
 
 def train_model(fused: bool, **arguments: Any) -> dict[str, Any]:
-    """``model.run`` of three layers, MLA and DSA included, and the calls of our operator."""
+    """Run ``model.run`` with three layers including MLA and DSA; also return our operator's calls."""
     switch = SWITCH if fused else {}
     with counted() as calls:
         result = model.run(switch, {"num_layers": 3, **switch}, num_microbatches=2, **arguments)

@@ -1,4 +1,4 @@
-"""``--moe-permute-fusion`` without Transformer Engine computes what the stock layer computes."""
+"""``--moe-permute-fusion`` without Transformer Engine computes the same as the stock layer."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ TOGETHER = {"two of four experts": {}, "padded to capacity": PADDED, "tokens dro
 
 
 def check(found, runs):
-    """Same numbers, those of fp32 bit for bit, and Megatron's dispatcher has called our operator."""
+    """Check for equal numbers, bit for bit in fp32, and for calls of our operator by the dispatcher."""
     for rank in found:
         for name in runs:
             ours, theirs, calls = rank[name]["ours"], rank[name]["theirs"], rank[name]["calls"]
             moe.assert_same(ours, theirs, rtol=1e-2 if "bf16" in name else 0)
-            passes = 2 * (2 if "recomputed" in name else 1)  # of two microbatches
+            passes = 2 * (2 if "recomputed" in name else 1)  # two microbatches
             sorts = 0 if name in ("padded to capacity", "one expert each", "allgather") else 2
             assert calls.get("permute") == calls.get("unpermute") == passes, name
             assert calls.get("sort_chunks", 0) == sorts * passes, name
@@ -73,12 +73,12 @@ def test_with_tensor_parallelism(pool, ranks, layout):
 
 
 def test_the_dispatcher_calls_ours_and_stock_is_restored(pool):
-    (found,) = pool.run(f"{CASES}:consumers", 1)
-    assert found["same"] == found["ours"] == [True] * 3
-    assert found["names"] == [True] * 5
-    assert found["kernels"] == [True] * 7
-    assert found["after"] == [None] * 5
-    assert "Error" in found["refused"]
+    (result,) = pool.run(f"{CASES}:consumers", 1)
+    assert result["same"] == result["ours"] == [True] * 3
+    assert result["names"] == [True] * 5
+    assert result["kernels"] == [True] * 7
+    assert result["after"] == [None] * 5
+    assert "Error" in result["refused"]
 
 
 @pytest.mark.parametrize("arguments", [{}, pytest.param({"pp": 3, "ep": 1}, marks=pytest.mark.full)])
@@ -109,14 +109,14 @@ def test_the_flex_dispatcher_is_refused():
 def test_transformer_engine_keeps_its_own_unless_asked(monkeypatch, backend, left):
     monkeypatch.setattr(feature, "find_spec", lambda name: object())
     kernels = SimpleNamespace(fused_unpermute=object())
-    chosen = feature.Options.of(args(moe_permute_backend=backend))
-    assert chosen.leaves_it_to_transformer_engine(lambda name: kernels) is left
-    kernels.fused_unpermute = None  # older than 2.1
-    assert not chosen.leaves_it_to_transformer_engine(lambda name: kernels)
+    options = feature.Options.of(args(moe_permute_backend=backend))
+    assert options.leaves_it_to_transformer_engine(lambda name: kernels) is left
+    kernels.fused_unpermute = None  # Transformer Engine before 2.1
+    assert not options.leaves_it_to_transformer_engine(lambda name: kernels)
 
 
 def test_what_a_count_of_rows_says():
-    """A number that Megatron knows before routing is the tokens times top-k; a counted one is a tensor."""
+    """A number that Megatron knows before routing is tokens x top-k; a counted number is a tensor."""
     tokens = torch.empty(6, 1)
     assert counts(tokens, None) == {}
     assert counts(tokens, 12) == {"rows": 12, "topk": 2}
@@ -125,8 +125,8 @@ def test_what_a_count_of_rows_says():
 
 
 def test_a_part_of_a_map_has_no_topk(monkeypatch):
-    """From 0.17 on the allgather dispatcher has a plain number for it, which may be a multiple by chance."""
-
+    # Since 0.17 the allgather dispatcher passes a plain number, which may be a multiple of the tokens by
+    # chance.
     def stock(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad=False, tokens_per_expert=None):
         raise AssertionError("not fused")
 

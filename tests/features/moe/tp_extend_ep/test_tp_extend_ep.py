@@ -1,4 +1,6 @@
-"""Arguments in, arguments out; that the layout trains the same is in ``tests/distributed``."""
+"""Rewritten arguments of ``moe_tp_extend_ep``; ``tests/distributed`` tests that the layout trains the
+same.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def sizes(args):
         ((2, 1, None), (2, 2, 1)),
         ((2, 4, None), (2, 8, 1)),
         ((1, 4, None), (1, 4, 1)),
-        ((2, 4, 1), (2, 4, 1)),  # what the first call, or a checkpoint's arguments, left
+        ((2, 4, 1), (2, 4, 1)),  # result of the first call, or a checkpoint's arguments
     ],
 )
 def test_experts_get_the_tensor_parallel_ranks_once(before, after):
@@ -73,7 +75,7 @@ def test_what_contradicts_it_is_left_alone_and_refused_in_one_message(given, pro
 
 
 def test_megatrons_validation_sees_the_rewritten_layout(caplog):
-    """It derives groups and checks divisibility from what it is given."""
+    # Megatron's validation derives groups and checks divisibility from the arguments that it receives.
     running = session.Session(*session.resolve({"moe_tp_extend_ep": True}, []))
     seen = []
 

@@ -1,4 +1,4 @@
-"""Models train as with whole logits, which nobody makes; what cannot be combined is refused by name."""
+"""Models train as with complete logits, which are never materialized; refused settings are named."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.features.memory.recompute_cases import PLAIN
 from tests.support import model as job
 from tests.support.model import SEQUENCE, assert_same_gradients
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 VOCABULARY, ROWS = 512, 8
-"""Logits that have another size than any other tensor of the model, and tokens of a chunk."""
+"""Vocabulary size that gives the logits a unique number of elements, and tokens per chunk."""
 OPERATOR = "linear_cross_entropy"
 
 
 class Sizes(TorchDispatchMode):
-    """How many numbers the results of operations have, of forward and backward."""
+    """Records the element counts of all results, in forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,23 +49,23 @@ class Sizes(TorchDispatchMode):
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    """Chunks of :data:`ROWS` tokens; none would be so small by itself."""
+    """Use chunks of :data:`ROWS` tokens, fewer than the operator would choose."""
     with mock.patch.multiple(backends, _FEWEST_ROWS=ROWS), mock.patch.object(backends.Cpu, "CHUNK_BYTES", 0):
         yield
 
 
 def step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """A training step, sizes of the tensors in it, and calls of our operator."""
+    """Run a training step; also return tensor sizes and calls of our operator."""
     before = backend.calls()
     larger = {"VOCABULARY": VOCABULARY, "ends": partial(job.ends, VOCABULARY)}
     with mock.patch.multiple(job, **larger), small_chunks(), Sizes() as sizes:
-        found = job.run(switches, **arguments)
+        result = job.run(switches, **arguments)
     calls = (backend.calls() - before)[OPERATOR, "cpu"]
-    return {**found, "sizes": sizes.seen, "calls": calls}
+    return {**result, "sizes": sizes.seen, "calls": calls}
 
 
 def without_labels(switches: Mapping[str, Any]) -> Tensor:
-    """Logits of a model that is asked for them."""
+    """Return the logits of a model that is called without labels."""
     job.start(switches)
     model = job.gpt_model(job.config())
     tokens = job.samples(2)[:, :-1]
@@ -76,7 +76,7 @@ def without_labels(switches: Mapping[str, Any]) -> Tensor:
 
 
 def evaluated(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Losses of a model that is evaluated, and calls of our operator."""
+    """Return the evaluation losses of a model, and calls of our operator."""
     before = backend.calls()
     job.start(switches)
     model = job.gpt_model(job.config()).eval()
@@ -139,7 +139,7 @@ def test_logits_that_are_asked_for_and_evaluation(pool):
 
 
 class Layer(nn.Module):
-    """An output layer of one rank, as far as it is asked."""
+    """Output layer of one rank, with only the attributes that are read."""
 
     sequence_parallel = gather_output = gradient_accumulation_fusion = False
     output_size = output_size_per_partition = 11
@@ -177,7 +177,7 @@ def test_what_others_read_are_logits():
 
 
 def test_the_largest_logits_are_known_with_the_loss():
-    """Megatron-core counts from 0.19 on how often multi-token prediction is right."""
+    # Since Megatron-core 0.19, accuracy of multi-token prediction is counted from the argmax of logits.
     layer, hidden, labels = Layer(), torch.randn(5, 2, 8), torch.randint(11, (2, 5))
     logits = postponed(layer, hidden) * 0.5
     expected = hidden @ layer.weight.t() * 0.5

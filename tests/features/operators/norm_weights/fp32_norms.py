@@ -1,4 +1,4 @@
-"""Training of the tiny model with weights of norms in fp32; runs inside the pool's workers."""
+"""Worker functions: training of the tiny model with norm weights in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAG = {"init_norm_weight_in_fp32": True}
 
 
 def is_of_a_norm(name: str) -> bool:
-    """Whether a parameter's name says that it is a norm's, as the tiny model names them."""
+    """Whether a parameter of the tiny model belongs to a norm, by its name."""
     return "norm" in name
 
 
@@ -41,18 +41,18 @@ def from_equal_weights(
     ones: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train from weights of norms that bf16 holds exactly.
+    """Train from norm weights that bf16 holds exactly.
 
     Args:
-        switches: for ``mindspeed_dsa.enable``.
-        steps: how many.
-        drawn: gradients are drawn, the same with any switches.
-        ones: these weights are all one; else what the tiny model has, rounded.
-        **options: of :func:`optimizer_job.build`.
+        switches: feature switches for ``mindspeed_dsa.enable``.
+        steps: number of steps.
+        drawn: whether gradients are random, and the same for all switches.
+        ones: whether norm weights start at one; otherwise they are the tiny model's, rounded.
+        **options: options of :func:`optimizer_job.build`.
 
     Returns:
-        records of the steps; of norms by name ``before`` and ``weights``, both as the model has them, and the
-        optimizer's ``masters``, of one rank's part as one axis.
+        records of the steps; ``before`` and ``weights`` by norm name, in the model's form; and the
+        optimizer's ``masters``, flattened.
     """
 
     def build(*args: Any, **kwargs: Any) -> nn.Module:
@@ -70,12 +70,12 @@ def from_equal_weights(
 
 
 def norms(job: Job) -> dict[str, Tensor]:
-    """Copies of the weights of norms, by name."""
+    """Return copies of the norm weights, by name."""
     return {name: each.detach().clone() for name, each in job.model.named_parameters() if is_of_a_norm(name)}
 
 
 def types_with_multi_token_prediction(switches: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Types of all parameters after the conversion to bf16, by name."""
+    """Return the dtypes of all parameters by name, after the conversion to bf16."""
     from megatron.core.transformer.module import Float16Module
 
     tiny.start(switches)
@@ -85,21 +85,21 @@ def types_with_multi_token_prediction(switches: Mapping[str, Any]) -> dict[str, 
 
 
 class ApexNorm(nn.Module):
-    """Norm of a package that takes no two types at once, as Apex' kernels do not."""
+    """Norm that needs input and weight of one dtype, as Apex' kernels do."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise to the same shape."""
+        """Normalise, and keep the shape."""
         if hidden_states.dtype != self.weight.dtype:
             raise TypeError("expected one type")
         return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, 1e-6)
 
 
 class TransformerEnginesLinear(nn.Module):
-    """Linear layer that holds a norm and is not this library's."""
+    """Linear layer with a norm weight that is not this library's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class TransformerEnginesLinear(nn.Module):
 
 
 def converted(kind: str) -> dict[str, Any]:
-    """What becomes of modules of other packages: type of weight and output of one, and its class's name."""
+    """Return the weight dtype, output dtype and class name of another package's module after conversion."""
     from megatron.core.transformer.module import Float16Module
 
     tiny.start(FLAG)
@@ -119,12 +119,12 @@ def converted(kind: str) -> dict[str, Any]:
 
 
 def output_and_gradients(fused: bool, normalization: str, held: bool) -> dict[str, Tensor]:
-    """A norm of bf16 rows with weights that bf16 does not hold, its fp32 weight's gradient, and its input.
+    """Return output and gradients of a norm with bf16 rows and an fp32 weight that bf16 cannot hold.
 
     Args:
-        fused: by the fused operator.
+        fused: whether the fused operator computes it.
         normalization: ``RMSNorm`` or ``LayerNorm``.
-        held: by a linear layer, whose product is left out.
+        held: whether a linear layer holds the norm; its product is skipped.
     """
     tiny.start({**FLAG, **({"fused_operators": ["rmsnorm"]} if fused else {})})
     from megatron.core.transformer.module import Float16Module

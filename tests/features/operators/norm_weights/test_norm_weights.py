@@ -1,4 +1,4 @@
-"""Weights of norms in fp32: which, computed how, updated as Megatron's own fp32 masters, saved and read."""
+"""Norm weights in fp32: selection, computation, updates equal to Megatron's fp32 masters, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL = pytest.mark.full
 FEATURE = next(each for each in features.built_in() if each.name == "init-norm-weight-in-fp32")
 
 
-# -- which, and how they are computed ----------------------------------------------------------
+# -- selection and computation ------------------------------------------------------------------
 
 
 def test_all_norms_and_nothing_else(pool):
@@ -56,22 +56,22 @@ def test_all_norms_and_nothing_else(pool):
     ],
 )
 def test_a_norm_of_bf16_rows_is_the_formula_in_fp64_rounded_once(pool, fused, normalization, held):
-    (found,) = pool.run(
+    (result,) = pool.run(
         f"{WORKERS}:output_and_gradients", 1, fused=fused, normalization=normalization, held=held
     )
-    assert found["weight"].dtype == found["weight gradient"].dtype == torch.float32
-    assert not found["weight"].equal(found["weight"].bfloat16().float())
-    hidden = found["hidden"].double().requires_grad_()
-    weight = found["weight"].double().requires_grad_()
+    assert result["weight"].dtype == result["weight gradient"].dtype == torch.float32
+    assert not result["weight"].equal(result["weight"].bfloat16().float())
+    hidden = result["hidden"].double().requires_grad_()
+    weight = result["weight"].double().requires_grad_()
     centred = hidden - hidden.mean(-1, keepdim=True) if normalization == "LayerNorm" else hidden
     expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-    expected = expected + found.get("bias", torch.zeros(())).double()
-    expected.backward(found["arriving"].double())
+    expected = expected + result.get("bias", torch.zeros(())).double()
+    expected.backward(result["arriving"].double())
     for name, reference in (("output", expected.detach()), ("hidden gradient", hidden.grad)):
-        assert found[name].dtype == torch.bfloat16
-        # Half of the last of eight places, and what fp32 leaves.
-        torch.testing.assert_close(found[name].double(), reference, rtol=2**-8 * 1.001, atol=1e-6)
-    torch.testing.assert_close(found["weight gradient"].double(), weight.grad, rtol=1e-5, atol=1e-5)
+        assert result[name].dtype == torch.bfloat16
+        # Half a unit of the last of eight bf16 places, plus fp32's rounding.
+        torch.testing.assert_close(result[name].double(), reference, rtol=2**-8 * 1.001, atol=1e-6)
+    torch.testing.assert_close(result["weight gradient"].double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_that_takes_one_type_gets_one(pool):
@@ -99,7 +99,9 @@ def test_a_linear_layer_with_a_norm_that_is_not_ours_is_refused(pool):
     ],
 )
 def test_updates_are_those_of_megatrons_masters(pool, options, precision):
-    """From the same gradients; stock's master weights are in fp32, its model's are rounded."""
+    """From equal gradients, fp32 norm weights equal stock's fp32 masters; stock's model weights are
+    rounded.
+    """
     arguments = {"drawn": True, "clip": 0.0, "precision": precision, **options}
     (stock,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=OFF, **arguments)
     (ours,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=FLAG, **arguments)
@@ -113,7 +115,7 @@ def test_updates_are_those_of_megatrons_masters(pool, options, precision):
 
 @pytest.mark.parametrize("options", [PLAIN, pytest.param(DISTRIBUTED, marks=FULL)])
 def test_small_updates_arrive(pool, options):
-    """Weights are one at first, so the first losses are the same, and bf16 has nothing beside one."""
+    """Weights start at one, so first losses agree; bf16 cannot hold such small updates of one."""
     arguments = {"ones": True, "steps": 3, "optimizer_options": {"lr": 1e-4, "weight_decay": 0.0}, **options}
     (stock,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=OFF, **arguments)
     (ours,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=FLAG, **arguments)
@@ -123,7 +125,7 @@ def test_small_updates_arrive(pool, options):
         assert bool((stock["weights"][name] == 1).all()), name
         assert bool((stock["masters"][name] != 1).any()), name
     assert ours["records"][0]["loss"] == stock["records"][0]["loss"]
-    # Weights differ from the second step on, and with them norms: by how much hangs on the processor's bf16.
+    # Weights, and so gradient norms, differ from the second step on, by an amount that depends on the CPU.
     assert ours["records"][0]["norm"] == pytest.approx(stock["records"][0]["norm"], rel=2**-5)
     for having, without in zip(ours["records"], stock["records"], strict=True):
         assert having["loss"] == pytest.approx(without["loss"], rel=2**-8)
@@ -141,7 +143,7 @@ def test_small_updates_arrive(pool, options):
     ],
 )
 def test_beside_what_moves_optimizer_state(pool, feature, options):
-    """Ten steps, one of them skipped, bit for bit."""
+    """Ten steps, one of them skipped, are bit-identical."""
     (alone,) = pool.baseline(f"{JOB}:train", 1, switches=FLAG, skip=5, **options)
     (both,) = pool.run(f"{JOB}:train", 1, switches={**FLAG, **feature}, skip=5, **options)
     for what in COMPARED:
@@ -166,7 +168,7 @@ def test_beside_what_moves_optimizer_state(pool, feature, options):
     ids=["through a job without", "through a job with it"],
 )
 def test_checkpoints_go_from_one_job_to_the_other_and_back(pool, tmp_path, options, way, saved_with, between):
-    """Every weight, master and moment on every rank, and training goes on as without a break."""
+    """Every weight, master and moment is restored on every rank, and training continues as if unbroken."""
     whole = pool.baseline(f"{JOB}:train", 2, steps=5, switches=saved_with, **options)
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     for folder in (one, other):
@@ -200,7 +202,7 @@ def test_resumed_from_formats_of_buckets(pool, tmp_path, way):
 @pytest.mark.parametrize("way", BY_BUCKETS)
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(FLAG, OFF), (OFF, FLAG)])
 def test_formats_of_buckets_are_not_read_into_other_buckets(pool, tmp_path, way, saved_with, loaded_with):
-    """Megatron compares sizes, and stops."""
+    # Megatron compares buffer sizes, and stops.
     pool.run(f"{JOB}:train", 1, steps=1, save=(way, str(tmp_path)), switches=saved_with, **DISTRIBUTED)
     load = {"load": (way, str(tmp_path)), "switches": loaded_with, **DISTRIBUTED}
     with pytest.raises(CaseError, match=r"Number of unpadded elements|Global shape mismatch"):
@@ -209,7 +211,7 @@ def test_formats_of_buckets_are_not_read_into_other_buckets(pool, tmp_path, way,
 
 @FULL
 def test_fsdp2_trains_as_ddp_and_reads_its_checkpoints(pool, tmp_path):
-    """Norms are whole on every rank, beside shards of 16 bits."""
+    """Norm weights are replicated next to 16-bit shards."""
     for rank in pool.run(FSDP2, 2, folder=str(tmp_path), sharding_size=None, **FLAG):
         for with_ddp, sharded in rank["records"]:
             assert sharded["loss"] == pytest.approx(with_ddp["loss"], rel=2e-3)

@@ -1,4 +1,4 @@
-"""Sharded weights that two streams read are freed when both are done, and their gradients leave complete."""
+"""Sharded weights used by two streams are freed after both are done, and gradients are complete."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FSDP2 = {"use_torch_fsdp2": True}
 ON = {"two_streams": True, "two_streams_min_tokens": 0}
 UNITS = "sub_modules_to_wrap: [megatron.core.transformer.moe.shared_experts.SharedExpertMLP]"
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 def trained(switches: dict[str, Any], pairs: bool = False, **overrides: Any) -> dict[str, Any]:
-    """Two steps with an optimizer, and what was started on the second stream."""
+    """Take two steps with an optimizer; also return the number of starts on the second stream."""
     start({**FSDP2, **switches}, ep=2 if pairs else 1)
     with memory_events.counted() as counts:
         options: dict[str, Any] = {"precision": "bf16", "fsdp2": True, "ep": 2 if pairs else 1}
@@ -31,10 +31,11 @@ def trained(switches: dict[str, Any], pairs: bool = False, **overrides: Any) -> 
 
 
 def watched_step(leaves_out: str = "") -> dict[str, list[str]]:
-    """Races in a step, and weights that are freed while the second stream may read them.
+    """Return races in a step, and weights freed while the second stream may read them.
 
     Args:
-        leaves_out: ``waits`` of the first stream, or ``accumulators`` of weights' gradients on it.
+        leaves_out: omitted synchronization: ``waits`` of the first stream, or weight gradient
+            ``accumulators``.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -111,7 +112,7 @@ def test_both_streams_are_done_before_weights_and_gradients_go(pool):
 
 @pytest.mark.full
 def test_what_is_left_out_is_missed(pool):
-    for found in pool.run(f"{CASES}:watched_step", 2, leaves_out="waits"):
-        assert any("indexer" in name or "shared_experts" in name for name in found["early"])
-    for found in pool.run(f"{CASES}:watched_step", 2, leaves_out="accumulators"):
-        assert found["races"], "a gradient is reduced before it is there"
+    for rank in pool.run(f"{CASES}:watched_step", 2, leaves_out="waits"):
+        assert any("indexer" in name or "shared_experts" in name for name in rank["early"])
+    for rank in pool.run(f"{CASES}:watched_step", 2, leaves_out="accumulators"):
+        assert rank["races"], "a gradient is reduced before it is there"

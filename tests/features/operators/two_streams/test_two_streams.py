@@ -1,4 +1,4 @@
-"""The same bits on two streams, and nothing that is read before it is there."""
+"""Two streams give the same bits, and no stream reads a tensor before it is written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support import memory_events, model
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform, OrderedStream, backward_by_streams, watched
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 ON = {"two_streams": True}
 
 
 def step(**arguments: Any) -> dict[str, Any]:
-    """A step as :func:`model.run` makes it, and what was started on the second stream, and used."""
+    """Run a step of :func:`model.run`; also return the counts of starts, waits and used products."""
     run = cp_cases.step if "cp" in arguments else partial(model.run, num_microbatches=2)
     with memory_events.counted() as counts:
         result = run(**arguments)
@@ -42,13 +42,13 @@ def watched_layer(
     switches: Mapping[str, Any] | None = None,
     **layout: int,
 ) -> list[dict[str, Any]]:
-    """Races in a layer's forward and backward, each time without one of the waits for events.
+    """Return the races of a layer's forward and backward, each time without one of the event waits.
 
     Args:
-        dropped: which wait is left out, in the order of a forward; ``None``: none is.
-        tokens: fewer stay on one stream.
-        switches: of other features.
-        **layout: of :func:`model.start`.
+        dropped: indices of the waits to omit, in forward order; ``None`` omits none.
+        tokens: token count below which one stream is used.
+        switches: further feature switches.
+        **layout: arguments of :func:`model.start`.
     """
     model.start({**ON, "two_streams_min_tokens": tokens, **(switches or {})}, **layout)
     tp = layout.get("tp", 1)
@@ -95,7 +95,7 @@ def _watch(layer: Any, dropped: int | None, parts: int) -> dict[str, Any]:
 
 
 BACKWARD = -1
-"""In place of a number: every wait of the second stream in backward."""
+"""Index that omits all of the second stream's waits in backward."""
 CASES = "tests.features.operators.two_streams.test_two_streams"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
@@ -137,21 +137,21 @@ OTHERS: dict[str, dict[str, Any]] = {
     "EP2, shared expert on Megatron's stream": {"ep": 2, "overrides": {"moe_shared_expert_overlap": True}},
 }
 BOTH, INDEXERS = [6, 6, 4], [4, 4, 4]
-"""Starts, waits, and products that indexers take: two attentions and a shared expert, two microbatches."""
+"""Starts, waits, and products that indexers use: two attentions and a shared expert, two microbatches."""
 STARTS: dict[str, list[list[int]]] = {
-    "layers recomputed": [[12, 12, 8]],  # the layers' second pass starts them again
+    "layers recomputed": [[12, 12, 8]],  # recomputed layers start them again
     "EP2": [BOTH] * 2,
-    "PP2": [[2, 2, 2], [4, 4, 2]],  # the first stage has the dense layer
+    "PP2": [[2, 2, 2], [4, 4, 2]],  # the dense layer is on the first stage
     "CP2": [BOTH] * 2,
     "TP2+SP": [BOTH] * 2,
     "TP2+SP, fused DSA": [BOTH] * 2,
     "TP2+SP, in chunks": [INDEXERS] * 2,
     "TP2+SP x CP2": [BOTH] * 4,
     "EP2, shared expert under transfers": [INDEXERS] * 2,
-    "EP2, in halves": [[]] * 2,  # as often as attention runs, also to be measured
+    "EP2, in halves": [[]] * 2,  # once per attention run, measurements included
     "EP2, shared expert on Megatron's stream": [INDEXERS] * 2,
 }
-"""Of each rank, else :data:`BOTH`."""
+"""Dict from case to counts per rank; the default is :data:`BOTH`."""
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
@@ -161,11 +161,11 @@ def test_the_same_bits(pool, name):
     switches, ranks = arguments.pop("switches", {}), len(expected)
     one = pool.run(f"{CASES}:step", ranks, switches=switches, **arguments)
     two = pool.run(f"{CASES}:step", ranks, switches={**switches, "two_streams": True}, **arguments)
-    assert [each["starts"] for each in one] == [[0, 0, 0]] * ranks
+    assert [rank["starts"] for rank in one] == [[0, 0, 0]] * ranks
     if expected[0]:
-        assert [each["starts"] for each in two] == expected
+        assert [rank["starts"] for rank in two] == expected
     else:
-        assert all(len(set(each["starts"])) == 1 and each["starts"][0] >= 8 for each in two)
+        assert all(len(set(rank["starts"])) == 1 and rank["starts"][0] >= 8 for rank in two)
     for theirs, ours in zip(one, two, strict=True):
         assert len(ours["losses"]) == len(theirs["losses"])
         assert all(map(torch.equal, ours["losses"], theirs["losses"]))
@@ -182,7 +182,7 @@ def test_a_wait_that_is_missing_is_a_race(pool):
     assert complete["accumulated beside"] == 0, "what reads a weight's gradient finds it on the first stream"
     second, first = False, True
     assert complete["kept"] == [
-        *((32, second), (32, first), (16, first), (4, first)),  # hidden states; key and weights
+        *((32, second), (32, first), (16, first), (4, first)),  # hidden states, key and weights
         *((32, second), (32, first)),
     ], "the other stream's use of each tensor that crosses is known to the allocator"
     for number, without in enumerate(others):
@@ -198,7 +198,7 @@ def test_a_gather_and_its_products_come_in_order_too(pool):
 
 
 def test_what_was_swapped_is_there_for_the_stream_that_reads_it(pool):
-    """Autograd runs the indexer's products backward on the second stream, which reads the hidden states."""
+    """Autograd runs the indexer's backward on the second stream, which reads swapped hidden states."""
     swapped = {"swap_attention": True, "swap_attention_min_bytes": 0}
     ((complete, without),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None, BACKWARD], switches=swapped)
     assert complete["races"] == complete["freed early"] == []
@@ -223,13 +223,13 @@ def test_how_many_tokens_are_few_is_the_platforms_unless_it_is_said(monkeypatch)
 
 
 def test_one_stream_is_said(caplog, monkeypatch):
-    (feature,) = (each for each in features.built_in() if each.name == "two-streams")
-    own = context(feature.name, Options.of(None))
+    (feature,) = (candidate for candidate in features.built_in() if candidate.name == "two-streams")
+    stream_context = context(feature.name, Options.of(None))
     with caplog.at_level(logging.INFO):
-        beside.say_how_many(own)
+        beside.say_how_many(stream_context)
         monkeypatch.setattr(platforms, "_current", OrderedPlatform())
-        beside.say_how_many(own)
-    assert [each.getMessage() for each in caplog.records] == [
+        beside.say_how_many(stream_context)
+    assert [record.getMessage() for record in caplog.records] == [
         "--two-streams: cpu has one stream, so everything runs in turns"
     ]
 
