@@ -212,7 +212,7 @@ def _shards(module: Any, metadata: Mapping[str, Any]) -> dict[Any, torch.Tensor]
 
 
 def flat_pieces(**arguments: Any) -> None:
-    """Check that flat shards of a stack, cut through experts and gates, equal the shards of single experts."""
+    """Check that flat shards of a stack, cut through experts and gates, equal single experts' shards."""
     from dataclasses import replace
 
     ours, theirs = pair(**arguments)
