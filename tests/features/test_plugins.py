@@ -1,4 +1,4 @@
-"""Features of other distributions: found, and named where they are at fault."""
+"""Features of other distributions are found, and named in errors that they cause."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ GOOD = FEATURE.format(target="scale")
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Makes distributions with one module and one entry point, installed beside a small fork of Megatron."""
+    """Return a function that installs a distribution with one module and one entry point, next to a Megatron
+    fork.
+    """
     root = fork.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
-    monkeypatch.setattr(features, "built_in", lambda: ())  # the fork is too small for most
+    monkeypatch.setattr(features, "built_in", lambda: ())  # the fork is too small for most features
     features.plugins.cache_clear()
     log.forget()
     modules = {root, f"{root}_impl"}
@@ -88,10 +90,10 @@ def test_commands_name_the_distribution(install, capsys):
     for command in (["features"], ["explain", "--use-counting"]):
         assert main(command) == 0
         assert "counting (plug-in corp-count 1.2)" in capsys.readouterr().out
-    found = doctor.examine(["--use-counting"])
-    (row,) = found["features"]
+    report = doctor.examine(["--use-counting"])
+    (row,) = report["features"]
     assert (row["name"], row["on"], row["plugin"]) == ("counting", True, "corp-count 1.2")
-    assert "counting (corp-count 1.2)" in doctor.as_text(found)
+    assert "counting (corp-count 1.2)" in doctor.as_text(report)
 
 
 def test_entry_points_are_read_once(install):
@@ -170,7 +172,7 @@ def test_an_unknown_switch_names_broken_plugins(install, monkeypatch, capsys):
 
 
 def test_a_known_switch_of_a_broken_plugin_stops_the_run(install):
-    """On a command line unknown flags may be anybody's; these are known to be the plug-in's."""
+    # Unknown flags may belong to other programs, but this one is known to be the plug-in's.
     install("a")
     install("bad", GOOD.replace("--use-counting", "--use-bad"))
     session.enable_from_argv(["--use-counting"])
@@ -212,7 +214,7 @@ def test_a_function_that_raises_names_the_distribution(install, function):
 
 
 def test_a_plugin_may_use_a_built_in_flag_of_megatron(install, monkeypatch):
-    """Described in other words: what it means, Megatron says."""
+    """A plug-in may declare a Megatron flag that a built-in feature declares with another description."""
     flag = mindspeed_dsa.Flag("--num-experts", "Ours.", kind="value", type=int, megatron=True)
     monkeypatch.setattr(features, "built_in", lambda: (mindspeed_dsa.Feature("ours", "reads it", (flag,)),))
     theirs = 'Flag("--num-experts", "Theirs.", kind="value", type=int, megatron=True)'

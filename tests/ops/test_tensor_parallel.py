@@ -19,7 +19,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
 from tests.ops.random_inputs import indexer_inputs
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 SCALE = 0.3

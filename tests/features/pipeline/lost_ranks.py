@@ -1,4 +1,4 @@
-"""Steps of a pipeline of two ranks, of which one is killed as it comes to a forward of its list.
+"""Steps of a pipeline of two ranks; one rank is killed when it reaches a given forward of its list.
 
 ``python -m tests.features.pipeline.lost_ranks CASE FORWARD FOLDER`` runs a rank with torchrun's environment.
 """
@@ -32,18 +32,18 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def schedule(case: str) -> Schedule:
-    """Return the lists that a case runs."""
+    """Return the lists of events that a case runs."""
     if "V" in case:
         return lists.dual_pipe_v(2, MICROBATCHES, paired=False, split="later" in case)
     return lists.weights_later(megatron_order.schedule(Megatron(), 2, 1, MICROBATCHES))
 
 
 def stops_before(case: str, forward: int) -> tuple[Event, Event]:
-    """Return the event of the other rank that lacks something for ever, and the one before it.
+    """Return the other rank's first event whose input never arrives, and the event before it.
 
     Args:
-        case: of :data:`JOBS`.
-        forward: number of the lost rank's, from 0, in which it is lost.
+        case: a key of :data:`JOBS`.
+        forward: index of the lost rank's forward, from 0, at which it is killed.
     """
     listed = schedule(case)
     events = listed.ranks[LOST]
@@ -59,12 +59,12 @@ def stops_before(case: str, forward: int) -> tuple[Event, Event]:
 
 
 def run(case: str, forward: int, folder: str) -> None:
-    """Run a rank.
+    """Run a rank.
 
     Args:
-        case: of :data:`JOBS`.
-        forward: as in :func:`stops_before`.
-        folder: of the records of collectives; empty: nothing is recorded.
+        case: a key of :data:`JOBS`.
+        forward: index of the forward, as in :func:`stops_before`.
+        folder: directory for records of collectives; empty for no records.
     """
     dist.init_process_group("gloo")
     original, count = model.forward_step, 0
@@ -72,12 +72,12 @@ def run(case: str, forward: int, folder: str) -> None:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         if dist.get_rank() == LOST and count == forward:
-            time.sleep(2)  # in which what has been sent before arrives
+            time.sleep(2)  # lets earlier messages arrive
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
         return original(*args, **kwargs)
 
-    kept: list[Any] = []  # as a job's session is, which does not end with its model
+    kept: list[Any] = []  # kept as by a job's session, which outlives its model
 
     def keep(self: Any, context: Any) -> None:
         kept.append(self)

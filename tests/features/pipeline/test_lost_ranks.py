@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a step: the other ends, and says before which event of the list."""
+"""When a rank is killed in a step, the other rank ends and names the event that could not run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.full
 FORWARD = 4
-"""Number of the lost rank's forward, past its warm-up."""
+"""Index of the lost rank's forward, after its warmup."""
 
 
 @pytest.fixture
 def ended():
-    """Start both ranks, and return what the one that is left has printed when it has ended."""
+    """Return a function that starts both ranks and returns the surviving rank's output at its end."""
     started: list[subprocess.Popen[str]] = []
 
     def start(case: str, folder: str) -> str:
@@ -50,7 +50,7 @@ def ended():
 
 
 def in_words(event: Event) -> str:
-    """As records of collectives say it."""
+    """Describe an event as records of collectives do."""
     kinds = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients"}
     chunk = f" of chunk {event.chunk}" if event.chunk else ""
     return f"microbatch {event.microbatch}{chunk}, {kinds[event.kind]}"

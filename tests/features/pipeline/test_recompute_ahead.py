@@ -1,4 +1,4 @@
-"""Recomputation ahead of the gradient: the same bits, at other times."""
+"""Recomputation ahead of the output gradient: bit-identical, at other times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support import model
 from tests.support.contexts import running
 from tests.support.model import losses_of
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def run(
@@ -25,16 +25,16 @@ def run(
     norms: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """The step's result, and what was recomputed ahead of its gradient and in place.
+    """Return a step's result, and the numbers of recomputations ahead of the gradient and in place.
 
     Args:
-        flag: switch that is on, if any.
-        layout: of the ranks.
-        recompute: Megatron's own settings.
-        frozen: module of each chunk that does not learn.
-        trace: folder for a record of the step, which is followed twice then.
-        norms: outputs of norms are recomputed, too.
-        **arguments: of :func:`model.run`.
+        flag: switch to turn on; empty for none.
+        layout: parallel sizes.
+        recompute: Megatron's recompute settings.
+        frozen: module of each chunk to freeze.
+        trace: directory for a recorded step, which then runs in addition.
+        norms: whether norm outputs are recomputed, too.
+        **arguments: arguments of :func:`model.run`.
     """
     from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
@@ -59,17 +59,18 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 DROPOUT = {"hidden_dropout": 0.1}
 
 CASES = {
-    # name: ranks, layout, layers, microbatches, recompute, recomputed ahead by rank: in bubbles, in advance
-    # Two layers per rank. The first rank waits for four gradients: the first, and that of its one warmup.
+    # name: ranks, layout, layers, microbatches, recompute, recomputed ahead by rank (in bubbles, in advance).
+    # Two layers per rank. The first rank waits for two gradients, its first one and its warmup's:
+    # 2 gradients x 2 layers = 4.
     "PP2": (2, {"pp": 2}, 4, 4, {**FULL, **DROPOUT}, [(4, 0), (8, 0)]),
-    # One layer per chunk, all recomputed. Rank 0 has 4 warmups of 8 and waits for 5; rank 1 has 2 and waits
-    # for 3, of which the gradients of its last chunk come from its own loss.
+    # One layer per chunk, all recomputed. Rank 0 has 4 of 8 forwards in its warmup and waits for 5. Rank 1
+    # has 2 and waits for 3; the gradients of its last chunk come from its own loss.
     "PP2 x VPP2": (2, {"pp": 2, "vpp": 2}, 4, 4, FULL, [(5, 2), (8, 4)]),
     "PP2 x TP2+SP": (4, {"pp": 2, "tp": 2}, 4, 3, FULL, [(4, 4, 0, 0), (6, 6, 0, 0)]),
     "PP2 x EP2, selective": (4, {"pp": 2, "ep": 2}, 4, 3, SELECTIVE, [(2, 2, 0, 0), (3, 3, 0, 0)]),
-    # What reads a norm's output stays where it is, if that is recomputed too.
+    # Recomputation of a norm's reader stays in place if the norm is recomputed too.
     "PP2, norms": (2, {"pp": 2}, 4, 4, SELECTIVE, [(0, 0), (0, 0)]),
-    # The first rank's layers get nothing that needs a gradient, and learn.
+    # The first rank's layers learn although their input needs no gradient.
     "PP2, frozen": (2, {"pp": 2}, 4, 4, FULL, [(4, 0), (8, 0)]),
     "PP2 x VPP2, block": (2, {"pp": 2, "vpp": 2}, 8, 4, BLOCK, [(5, 2), (8, 4)]),
 }

@@ -1,4 +1,4 @@
-"""A recorded step has the order that the simulator says, on every rank, and training does not change."""
+"""A recorded step has the simulator's order on every rank, and recording does not change training."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def trained(pool, folder, ranks, layout, layers, microbatches):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
-    """Told by what each forward is given and by which output each backward starts from."""
+    """The order is read from each forward's input and each backward's start."""
     microbatches = LAYOUTS[name][-1]
     traced, plain = (trained(pool, folder, *LAYOUTS[name]) for folder in (tmp_path, None))
     for ours, theirs in zip(traced, plain, strict=True):
         assert losses_of(ours) == losses_of(theirs)
         assert all(ours["gradients"][key].equal(theirs["gradients"][key]) for key in theirs["gradients"])
-    found = beside.compare(tmp_path, Megatron())
-    assert found.other_order == []
-    assert [len(spans) for spans in found.recorded.ranks] == [len(s) for s in found.simulated.ranks]
-    for spans in found.recorded.ranks:
-        assert len(spans) == 2 * microbatches * found.recorded.schedule.chunks
+    comparison = beside.compare(tmp_path, Megatron())
+    assert comparison.other_order == []
+    assert [len(spans) for spans in comparison.recorded.ranks] == [len(s) for s in comparison.simulated.ranks]
+    for spans in comparison.recorded.ranks:
+        assert len(spans) == 2 * microbatches * comparison.recorded.schedule.chunks
         assert all(span.start < span.end for span in spans)
         assert all(before.end <= after.start for before, after in pairwise(spans))
-    assert len(found.differences) == sum(map(len, found.recorded.ranks))
+    assert len(comparison.differences) == sum(map(len, comparison.recorded.ranks))
     files = [f"--{kind}={tmp_path / kind}" for kind in ("png", "perfetto", "json")]
     assert main(["schedule", "--beside", str(tmp_path), *files]) == 0
     assert "recorded" in capsys.readouterr().out
     written = json.loads((tmp_path / "json").read_text())
-    assert written["figures"][0]["step_time"] == found.recorded.step_time
+    assert written["figures"][0]["step_time"] == comparison.recorded.step_time
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two ranks' files of a step that keeps its order."""
+    """Return a folder with two ranks' records of a step in the expected order."""
     layout = recorded.Layout(2, 1, 2, 2, False, False)
     orders = (["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"])
     for rank, order in enumerate(orders):
@@ -102,16 +102,18 @@ def test_another_order_is_a_problem(folder, capsys):
     ids=["1F1B", "pairs", "DualPipeV", "DualPipeV, detached", "DualPipeV, detached, in pairs"],
 )
 def test_a_recording_is_simulated_with_what_it_took(layout, tmp_path):
-    """Of events, messages and rests: if nothing else happens, the simulation is the recording again."""
-    took = Costs(forward=2.0, p2p=0.25, between=0.125)  # as long as a backward, so that pairs halve it
+    """A simulation with the recorded durations of events, messages and gaps equals the recording."""
+    took = Costs(
+        forward=2.0, p2p=0.25, between=0.125
+    )  # forward as long as backward, so a pair takes half of both
     real = simulate(beside.schedule_of(layout, Megatron()), took)
     for rank, spans in enumerate(real.ranks):
         text = recorded.text(layout, {"pp": rank}, 3, list(spans))
         (tmp_path / f"rank-{rank:05d}.json").write_text(text)
-    found, simulated = beside.compare(tmp_path, Megatron()).figures()
-    assert found.bubble_fraction > 0
+    measured, simulated = beside.compare(tmp_path, Megatron()).figures()
+    assert measured.bubble_fraction > 0
     assert simulated.step_time == pytest.approx(real.step_time, rel=1e-6)
-    assert simulated.bubble_fraction == pytest.approx(found.bubble_fraction, rel=1e-6)
+    assert simulated.bubble_fraction == pytest.approx(measured.bubble_fraction, rel=1e-6)
 
 
 def test_where_durations_differ_most(folder):

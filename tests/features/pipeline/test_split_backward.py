@@ -1,4 +1,4 @@
-"""Backwards in halves: the same bits, weight gradients where the list has them, no more waiting than said."""
+"""Split backwards: bit-identical, with weight gradients where the list has them, within the bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import model
 from tests.support.contexts import running
 from tests.support.model import losses_of
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def run(
@@ -36,13 +36,13 @@ def run(
     frozen: str = "",
     **arguments: Any,
 ) -> dict[str, Any]:
-    """The step's result, and what waited.
+    """Return a step's result, and the deferred weight gradients.
 
     Args:
-        switches: that are on.
-        layout: of the ranks.
-        frozen: module of each chunk that does not learn.
-        **arguments: of :func:`model.run`.
+        switches: feature switches.
+        layout: parallel sizes.
+        frozen: module of each chunk to freeze.
+        **arguments: arguments of :func:`model.run`.
     """
     from mindspeed_dsa.features.pipeline import waiting_gradients
     from mindspeed_dsa.features.pipeline.split_backward.playing import Player
@@ -144,7 +144,7 @@ def test_the_same_bits_in_the_order_of_the_list(pool, name, tmp_path):
     learning = [rank["waited"] for rank in ours if rank["gradients"]]
     assert all(units > 0 and size > 0 for units, size in learning) or "all layers frozen" in name
     if "bound" in more:
-        # One that has just been left, and those that wait.
+        # the unit that was just deferred, and the units that wait
         assert max(units for units, _ in learning) == 1 + more["bound"]
 
 
@@ -152,23 +152,23 @@ def test_the_same_bits_in_the_order_of_the_list(pool, name, tmp_path):
 
 
 def peak(switches: dict[str, Any], layout: dict[str, int], **arguments: Any) -> tuple[int, int]:
-    """Most bytes that tensors had in a step, and of them what the split says that waited."""
+    """Return the peak bytes of all tensors in a step, and the bytes counted as deferred."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        found = run(switches, layout, **arguments)
+        result = run(switches, layout, **arguments)
     most = now = 0
     for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)
-    return most, (found["waited"] or (0, 0))[1]
+    return most, (result["waited"] or (0, 0))[1]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("bound", [None, 0])
 def test_no_more_memory_than_is_counted(pool, bound):
-    """On the last rank, which has one forward in flight whatever waits."""
+    """On the last rank, where one forward is in flight at any time."""
     arguments: dict[str, Any] = {"layout": {"pp": 2}, "num_microbatches": 4, "overrides": {"num_layers": 2}}
     function = "tests.features.pipeline.test_split_backward:peak"
     stock = pool.run(function, 2, switches={}, **arguments)[-1]
@@ -241,14 +241,14 @@ def test_megatrons_flag_is_left_alone_where_it_means_something_else(other):
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_a_step_is_shorter_and_needs_no_more_memory(ranks, chunks):
-    """Unless fewer wait than a rank could: by a third of a bubble then, at least."""
+    """A split step is shorter by up to 2 (PP - 1) W, without more memory."""
     costs = Costs()
     whole = megatron_order.schedule(Megatron(), ranks, chunks, 2 * ranks)
     steps, peaks = [], []
     for schedule in (whole, *(lists.weights_later(whole, most) for most in (0, 1, None))):
-        found = figures(simulate(schedule, costs), costs)
-        steps.append(found.step_time)
-        peaks.append(max(found.peak_memory))
+        figures_of_step = figures(simulate(schedule, costs), costs)
+        steps.append(figures_of_step.step_time)
+        peaks.append(max(figures_of_step.peak_memory))
     assert steps[0] > steps[1] >= steps[2] >= steps[3]
-    assert steps[0] - steps[3] == pytest.approx(2 * (ranks - 1))  # 2 (PP - 1) W, as of ZB-H1
+    assert steps[0] - steps[3] == pytest.approx(2 * (ranks - 1))  # 2 (PP - 1) W, as in ZB-H1
     assert peaks == [peaks[0]] * 4

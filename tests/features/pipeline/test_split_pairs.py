@@ -1,6 +1,7 @@
-"""Pairs whose weight gradients wait: in the order of the list, and the bits of pairs without that.
+"""Pairs with deferred weight gradients: in the list's order, bit-identical to pairs without them.
 
-In interleaved pairs all of them wait, in DualPipeV those of backwards that run alone where others need them.
+Interleaved pairs defer all weight gradients. DualPipeV defers them in unpaired backwards that other ranks
+wait for.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SCHEDULES = {
     "interleaved": ({}, {"split_backward": True}, 4),
     "DualPipeV": ({"schedules_method": "dualpipev"}, {"dualpipev_dw_detach": True}, 5),
 }
-"""Switches of pairs, what has gradients wait, and microbatches."""
+"""Dict from a schedule to switches of pairs, switches that defer gradients, and microbatches."""
 ONLY_INTERLEAVED = ("layers recomputed in bubbles", "none waits for long")
 
 
@@ -54,21 +55,21 @@ ONLY_INTERLEAVED = ("layers recomputed in bubbles", "none waits for long")
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
-        (each, name)
-        for each in SCHEDULES
+        (schedule, name)
+        for schedule in SCHEDULES
         for name in CASES
-        if each == "interleaved" or name not in ONLY_INTERLEAVED
+        if schedule == "interleaved" or name not in ONLY_INTERLEAVED
     ],
 )
 def test_the_same_bits_in_the_order_of_the_list(pool, tmp_path, schedule, name):
-    case, (own, waits, microbatches) = CASES[name], SCHEDULES[schedule]
-    own = {"moe_fb_overlap": True, **own, **case.get("switches", {})}
+    case, (pair_switches, waits, microbatches) = CASES[name], SCHEDULES[schedule]
+    pair_switches = {"moe_fb_overlap": True, **pair_switches, **case.get("switches", {})}
 
     def run(**switches):
         return pool.run(
             "tests.features.pipeline.test_split_backward:run",
             4,
-            switches={**own, **switches},
+            switches={**pair_switches, **switches},
             layout={"pp": 2, "vpp": 2, "ep": 2, "etp": 1},
             overrides={"num_layers": 4, **case.get("overrides", {})},
             num_microbatches=microbatches,
@@ -84,40 +85,42 @@ def test_the_same_bits_in_the_order_of_the_list(pool, tmp_path, schedule, name):
         assert losses_of(ours) == losses_of(theirs)
         assert ours["gradients"].keys() == theirs["gradients"].keys()
         different = [
-            key for key, each in theirs["gradients"].items() if not ours["gradients"][key].equal(each)
+            key for key, gradient in theirs["gradients"].items() if not ours["gradients"][key].equal(gradient)
         ]
         assert different == []
-        # Each matrix has waited in some microbatch, of experts as well.
-        assert [each for each in ours["at once"] if "embedding" not in each and "router" not in each] == []
+        # Each matrix, experts included, was deferred in some microbatch.
+        assert [name for name in ours["at once"] if "embedding" not in name and "router" not in name] == []
         assert theirs["at once"]
-    found = beside.compare(tmp_path, Megatron())
-    assert found.other_order == []
+    comparison = beside.compare(tmp_path, Megatron())
+    assert comparison.other_order == []
     kinds = Counter(
-        (span.event.kind, span.event.pair is not None) for spans in found.recorded.ranks for span in spans
+        (span.event.kind, span.event.pair is not None)
+        for spans in comparison.recorded.ranks
+        for span in spans
     )
     assert kinds[Kind.FORWARD, True] == kinds[Kind.BACKWARD, True] > 0
     if schedule == "interleaved":
-        assert kinds[Kind.WEIGHT, False] == 2 * 2 * microbatches  # ranks and chunks
-        assert found.simulated.schedule.name == "interleaved 1F1B, paired, +1 warmup, split"
+        assert kinds[Kind.WEIGHT, False] == 2 * 2 * microbatches  # ranks x chunks x microbatches
+        assert comparison.simulated.schedule.name == "interleaved 1F1B, paired, +1 warmup, split"
     else:
         listed = lists.dual_pipe_v(2, microbatches, split=True)
-        assert found.recorded.schedule.ranks == listed.ranks
+        assert comparison.recorded.schedule.ranks == listed.ranks
         assert kinds[Kind.WEIGHT, False] == 5
     if "bound" in case:
-        # One that has just been left, and those that wait.
+        # the unit that was just deferred, and the units that wait
         assert max(units for units, _ in (rank["waited"] for rank in split)) == 1 + case["bound"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_layers_that_are_recomputed_behind_a_frozen_embedding(pool, schedule):
-    own, _, microbatches = SCHEDULES[schedule]
+    pair_switches, _, microbatches = SCHEDULES[schedule]
 
     def run(**overrides):
         return pool.run(
             "tests.features.pipeline.test_split_backward:run",
             4,
-            switches={"moe_fb_overlap": True, **own},
+            switches={"moe_fb_overlap": True, **pair_switches},
             layout={"pp": 2, "vpp": 2, "ep": 2, "etp": 1},
             overrides={"num_layers": 4, **overrides},
             frozen="embedding",

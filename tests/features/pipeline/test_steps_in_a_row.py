@@ -1,9 +1,9 @@
-"""Steps of one model in a row, whose gradients are reduced while others are still to come.
+"""Consecutive steps of one model that reduce gradients while other gradients are still missing.
 
-In the first step Megatron only counts how often each weight gets a gradient: reductions that begin by
-themselves do so from the second one on. Held here are gradients of steps with more, fewer and as few
-microbatches as there may be, of which each has an evaluation before it, and of the one after a step that
-failed, to those of the same schedule without weight gradients that wait and without overlap, bit for bit.
+In the first step Megatron only counts the gradients of each weight, and starts reductions automatically from
+the second step on. These tests compare steps with more, fewer and the fewest possible microbatches, each
+after an evaluation, and a step after a failed one. The reference is the same schedule without deferred weight
+gradients and without overlap, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FAILED = "finalize fails, as it does of gradients that are not finite"
 
 
 def fail(*_: Any, **__: Any) -> None:
-    """Stand for a check of gradients that ends a step."""
+    """Stand-in for a gradient check that ends a step."""
     raise RuntimeError(FAILED)
 
 
 def steps(switches: dict[str, Any], vpp: int | None, ep: int, overlap: bool, aligned: bool) -> Any:
-    """Gradients of each step by global name, after reduction; runs in the pool's workers.
+    """Return the reduced gradients of each step by global name.
 
     Args:
-        switches: that are on.
-        vpp: chunks of each of two pipeline ranks.
-        ep: ranks that share experts.
-        overlap: gradients are reduced in backward.
-        aligned: where the schedule says so, on all stages together.
+        switches: feature switches.
+        vpp: number of chunks on each of two pipeline ranks.
+        ep: expert parallel size.
+        overlap: whether gradients are reduced during backward.
+        aligned: whether all stages start reductions together, where the schedule says so.
     """
     model.start(switches, pp=2, vpp=vpp, ep=ep)
     from megatron.core import parallel_state
@@ -82,20 +82,20 @@ def steps(switches: dict[str, Any], vpp: int | None, ep: int, overlap: bool, ali
         for chunk in chunks:
             chunk.zero_grad_buffer()
 
-    if not overlap:  # else Megatron itself wants every reduction that has begun to be finished
+    if not overlap:  # with overlap, Megatron requires that every started reduction is finished
         cfg.finalize_model_grads_func = fail
         with pytest.raises(RuntimeError, match=FAILED):
             play(COUNTS[0])
         assert cfg.finalize_model_grads_func is fail
     cfg.finalize_model_grads_func = finalize_model_grads
-    found = []
+    gradients_of_steps = []
     for count in COUNTS:
         with torch.no_grad():
             play(EVALUATED, forward_only=True)
         zero()
         play(count)
-        found.append(model.gradients(parts))
-    return found
+        gradients_of_steps.append(model.gradients(parts))
+    return gradients_of_steps
 
 
 V = {"schedules_method": "dualpipev"}
@@ -103,7 +103,7 @@ DETACHED = {**V, "dualpipev_dw_detach": True}
 SPLIT = {"split_backward": True}
 PAIRS = {"moe_fb_overlap": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int | None, int]] = {
-    # name: switches, those of the reference, chunks, expert parallel ranks
+    # name: switches, switches of the reference, chunks, expert parallel size
     "V": (V, V, 2, 1),
     "V, weight gradients later": (DETACHED, V, 2, 1),
     "V of pairs, weight gradients later": ({**DETACHED, **PAIRS}, {**V, **PAIRS}, 2, 2),

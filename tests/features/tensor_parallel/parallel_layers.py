@@ -1,4 +1,4 @@
-"""Column and row parallel layers, stock and overlapped; runs in the pool's workers."""
+"""Worker functions: column and row parallel layers, stock and overlapped."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all
 
 
 def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each of the switches and each of the runs: how far from stock, and which collectives were called.
+    """Return, for all switches and runs, the difference from stock and the collectives called.
 
     Args:
-        runs: keywords of :func:`run`.
-        switches: of the feature.
+        runs: keyword arguments of :func:`run`.
+        switches: feature switches.
     """
     import mindspeed_dsa
 
     mindspeed_dsa.enable()
     groups()
-    # By torch's own reduce-scatter: the CPU platform's is made of what our layers are made of.
+    # With torch's own reduce-scatter, because the CPU platform's uses the code under test.
     with mock.patch.object(collectives, "_can_exchange", return_value=False):
-        stock = [run(**each) for each in runs]
-    found = []
+        stock = [run(**case) for case in runs]
+    results = []
     for wanted in switches:
         mindspeed_dsa.disable()
         mindspeed_dsa.enable(**wanted)
-        for each, theirs in zip(runs, stock, strict=True):
+        for case, theirs in zip(runs, stock, strict=True):
             with counted() as calls:
-                ours = run(**each)
+                ours = run(**case)
             assert ours.keys() == theirs.keys()
-            found.append(
+            results.append(
                 {
-                    "case": {**wanted, **each},
+                    "case": {**wanted, **case},
                     "errors": {name: relative(ours[name], theirs[name]) for name in theirs},
                     "bitwise": sorted(name for name in theirs if ours[name].equal(theirs[name])),
                     "calls": dict(calls),
-                    "matmul_by_rows": matmul_by_rows(each, wanted.get("coc_parallel_num", 1)),
+                    "matmul_by_rows": matmul_by_rows(case, wanted.get("coc_parallel_num", 1)),
                 }
             )
-    return found
+    return results
 
 
 def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
-    """Whether this machine's matmul of a column layer's chunk gives the bits of the whole one's rows.
+    """Whether this machine's matmul of a column layer's chunk equals rows of the complete matmul bit for bit.
 
-    Some processors' libraries take another kernel, with another order of sums, where rows are few.
+    Some CPU libraries use another kernel, with another order of sums, for few rows.
     """
     ranks = dist.get_world_size()
     rows = case["sequence"] // ranks * 2 if "sequence" in case else 12 // ranks * 2
@@ -69,22 +69,24 @@ def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
 
 
 def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same for ``--use-ascend-coc``, with the choices of each run: 4 chunks win every measurement."""
+    """Run :func:`compare` for ``--use-ascend-coc``, with 4 chunks winning every measurement; also return
+    choices.
+    """
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
-    times, found = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
+    times, results = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
     with mock.patch.object(tuning, "slowest", return_value=times):
         for each in runs:
             tuning.forget()
             (result,) = compare([each], [{"use_ascend_coc": True}])
-            chosen = {problem.kind: chunks for problem, chunks in tuning.chosen().items()}
-            found.append({**result, "chosen": chosen})
+            choices = {problem.kind: chunks for problem, chunks in tuning.chosen().items()}
+            results.append({**result, "chosen": choices})
     tuning.forget()
-    return found
+    return results
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of ``theirs``."""
+    """Return the norm of the difference relative to the norm of ``theirs``."""
     assert ours.shape == theirs.shape
     assert theirs.norm() > 0
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
@@ -92,7 +94,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each collective is called; a reduce-scatter is an exchange here, ``all_to_all_single``."""
+    """Count the calls of each collective; a reduce-scatter is an exchange here, ``all_to_all_single``."""
     calls: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         for name in COLLECTIVES:
@@ -109,7 +111,7 @@ def _counting(name: str, original: Callable[..., Any], calls: Counter[str]) -> C
 
 
 def groups() -> None:
-    """All ranks are one tensor parallel group."""
+    """Make all ranks one tensor parallel group."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not parallel_state.model_parallel_is_initialized():
@@ -125,7 +127,7 @@ def build(
     skip_bias_add: bool = False,
     input_is_parallel: bool = True,
 ) -> Any:
-    """A layer whose matmul is ``[..., 5 tp] @ [5 tp, 7]`` or ``[..., 5] @ [5, 7 tp]`` on each rank."""
+    """Build a layer with the matmul ``[..., 5 tp] @ [5 tp, 7]`` or ``[..., 5] @ [5, 7 tp]`` on each rank."""
     from megatron.core import tensor_parallel
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -164,20 +166,20 @@ def run(
     backward: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Two microbatches through a layer; outputs, gradients of inputs, accumulated gradients of parameters.
+    """Run two microbatches; return outputs, input gradients and accumulated parameter gradients.
 
     Args:
         layer: ``column`` or ``row``.
-        sequence: length of the whole sequence.
-        batch: second dimension; none for inputs of two dimensions.
-        dtype: of weights and inputs.
-        sequence_parallel: as in Megatron's configuration.
-        frozen: the weight does not learn.
-        transposed: input and output gradient lie in memory in another order.
-        input_is_parallel: of the row parallel layer.
-        main_grad: dtype in which gradients accumulate through gradient accumulation fusion.
-        backward: whether there is one.
-        **options: for :func:`build`.
+        sequence: length of the full sequence.
+        batch: size of the second dimension; ``None`` for inputs of two dimensions.
+        dtype: dtype of weights and inputs.
+        sequence_parallel: value of Megatron's ``sequence_parallel``.
+        frozen: whether the weight is frozen.
+        transposed: whether input and output gradient have another memory order.
+        input_is_parallel: value of the row parallel layer's argument.
+        main_grad: dtype of the buffer for gradient accumulation fusion; ``None`` for no fusion.
+        backward: whether backward runs.
+        **options: options of :func:`build`.
     """
     kind = getattr(torch, dtype)
     module = build(
@@ -189,7 +191,7 @@ def run(
     shape = [size for size in (local, batch, width) if size is not None]
     same_everywhere = not sequence_parallel and (layer == "column" or not input_is_parallel)
     module.weight.requires_grad_(not frozen)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         if main_grad is not None:
             module.gradient_accumulation_fusion = True
@@ -202,23 +204,23 @@ def run(
             with torch.set_grad_enabled(backward):
                 output, returned_bias = module(input)
                 if layer == "column" or sequence_parallel:
-                    output *= 2  # consumers work in place where stock's output can be changed
+                    output *= 2  # consumers work in place wherever stock's output allows it
                 if returned_bias is not None:
                     output = output + returned_bias
-            found[f"output {number}"] = output.detach()
+            tensors[f"output {number}"] = output.detach()
             if backward:
-                # The gradient of a reduced output is the same on all ranks, otherwise each has its own.
+                # The gradient of a reduced output is equal on all ranks; otherwise each rank has another one.
                 seed = 11 if layer == "row" and not sequence_parallel else 13 + rank
                 output.backward(_noise(output.shape, kind, 100 * number + seed, transposed))
-                found[f"input {number}"] = input.grad
+                tensors[f"input {number}"] = input.grad
     if main_grad is not None:
         assert module.weight.grad_added_to_main_grad
-        found["main_grad"] = module.weight.main_grad
+        tensors["main_grad"] = module.weight.main_grad
     elif module.weight.grad is not None:
-        found["weight"] = module.weight.grad
+        tensors["weight"] = module.weight.grad
     if module.bias is not None and module.bias.grad is not None:
-        found["bias"] = module.bias.grad
-    return found
+        tensors["bias"] = module.bias.grad
+    return tensors
 
 
 def _noise(shape: Sequence[int], dtype: torch.dtype, seed: int, transposed: bool) -> Tensor:
@@ -228,7 +230,7 @@ def _noise(shape: Sequence[int], dtype: torch.dtype, seed: int, transposed: bool
 
 @contextlib.contextmanager
 def wgrad_kernels() -> Iterator[None]:
-    """What Apex's kernels for gradient accumulation compute."""
+    """Replace Apex's kernels for gradient accumulation fusion by torch operations."""
     from megatron.core.tensor_parallel import layers
 
     class Kernels:
@@ -243,16 +245,19 @@ def wgrad_kernels() -> Iterator[None]:
 
 
 def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
-    """Collectives of one of Megatron's two functions where all that it takes is given by position.
+    """Return the collectives of one of Megatron's two functions, called with positional arguments only.
 
     Args:
-        name: of the function.
-        **given: what beyond the group is not as it is where it is omitted.
+        name: name of the function.
+        **given: arguments after the group that differ from their defaults.
     """
     from megatron.core.tensor_parallel import layers
 
     beyond = list(inspect.signature(getattr(layers, name)).parameters.values())[6:]
-    defaults = {each.name: None if each.default is each.empty else each.default for each in beyond}
+    defaults = {
+        parameter.name: None if parameter.default is parameter.empty else parameter.default
+        for parameter in beyond
+    }
     import mindspeed_dsa
 
     mindspeed_dsa.enable(coc_parallel_num=2)
@@ -260,14 +265,14 @@ def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
     from megatron.core import parallel_state
 
     given["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-    rest = (None, False, True, True, *(given.get(each, default) for each, default in defaults.items()))
+    rest = (None, False, True, True, *(given.get(name, default) for name, default in defaults.items()))
     with counted() as calls:
         getattr(layers, name)(torch.ones(6, 2, 5), torch.ones(7, 5), *rest)
     return dict(calls)
 
 
 def left_to_megatron(case: str) -> dict[str, int]:
-    """Collectives that are called for a layer that, but for the plain ones, is none of our business."""
+    """Return the collectives of a layer that is left to Megatron, or of a plain layer."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(coc_parallel_num=2)
@@ -295,7 +300,7 @@ def left_to_megatron(case: str) -> dict[str, int]:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
     with counted() as calls, autocast:
         output = module(input)[0]
-        # Megatron's own backward of these needs Apex, or fails: it mixes types under autocast.
+        # Megatron's own backward of these needs Apex, or fails by mixing dtypes under autocast.
         if case not in ("deferred weight gradient", "autocast"):
             output.float().sum().backward()
     return dict(calls)

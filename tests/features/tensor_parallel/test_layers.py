@@ -1,4 +1,4 @@
-"""Column and row parallel layers compute what stock Megatron's do, and their collectives come in chunks."""
+"""Column and row parallel layers equal stock Megatron's, with collectives in chunks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ VARIANTS = {
 
 
 def compare(pool, runs, counts=COUNTS, tp=2, **switches):
-    """Runs both sides, requires the same numbers and prints which are the same bit for bit."""
+    """Run both sides, check for equal numbers and print the bit-identical results."""
     wanted = [{"coc_parallel_num": count, **switches} for count in counts]
     return exact(pool.run(f"{CASES}:compare", tp, runs=runs, switches=wanted), tp)
 
 
 def exact(ranks, tp=2):
-    """Requires the same numbers of all ranks; returns what the first one found."""
-    for found in itertools.chain(*ranks):
-        worst = max(found["errors"].values())
-        print(f"TP{tp} {found['case']}: {worst:.1e}, bitwise {found['bitwise']}")
-        assert worst <= EXACT[found["case"].get("dtype", "float64")], found
+    """Check for equal numbers on all ranks; return the first rank's results."""
+    for result in itertools.chain(*ranks):
+        worst = max(result["errors"].values())
+        print(f"TP{tp} {result['case']}: {worst:.1e}, bitwise {result['bitwise']}")
+        assert worst <= EXACT[result["case"].get("dtype", "float64")], result
     return ranks[0]
 
 
 def expected_calls(case, rows):
-    """Forwards and backwards of two microbatches."""
+    """Return the expected collectives of two microbatches, forward and backward."""
     chunks, layer = min(case["coc_parallel_num"], rows), case["layer"]
     learns, again = not case.get("frozen"), case.get("coc_recompute_all_gather", True)
     if not case.get("sequence_parallel", True):
@@ -68,14 +68,14 @@ def expected_calls(case, rows):
 
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full), 4])
 def test_layers_are_stock_but_for_rounding(pool, tp):
-    found = compare(pool, PLAIN, tp=tp)
-    for each in found:
-        assert each["calls"] == expected_calls(each["case"], rows=48 // tp * 2), each["case"]
-    column = [each for each in found if each["case"]["layer"] == "column"]
-    for each in column:
-        in_chunks = each["case"]["sequence_parallel"]
-        assert "output 0" in each["bitwise"] or (in_chunks and not each["matmul_by_rows"]), each["case"]
-    assert any("output 0" in each["bitwise"] for each in column if each["case"]["sequence_parallel"])
+    results = compare(pool, PLAIN, tp=tp)
+    for result in results:
+        assert result["calls"] == expected_calls(result["case"], rows=48 // tp * 2), result["case"]
+    column = [result for result in results if result["case"]["layer"] == "column"]
+    for result in column:
+        in_chunks = result["case"]["sequence_parallel"]
+        assert "output 0" in result["bitwise"] or (in_chunks and not result["matmul_by_rows"]), result["case"]
+    assert any("output 0" in result["bitwise"] for result in column if result["case"]["sequence_parallel"])
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ def test_eight_ranks(pool):
 
 
 def unusual(parallel):
-    """Runs of all variants, with or without sequence parallelism."""
+    """Return runs of all variants, with or without sequence parallelism."""
     runs = [
         {"layer": layer, "sequence_parallel": parallel, **variant}
         for layer in LAYERS
@@ -99,27 +99,27 @@ def unusual(parallel):
 @pytest.mark.full
 @pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
 def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
-    for each in exact(pool.run(f"{CASES}:compare_tuned", 2, runs=unusual(parallel))):
-        case = each["case"]
+    for result in exact(pool.run(f"{CASES}:compare_tuned", 2, runs=unusual(parallel))):
+        case = result["case"]
         directions = {"row": ["forward"], "column": ["backward"]}[case["layer"]]
         if parallel:
             directions = ["forward", "backward"]
         if not case.get("backward", True):
             directions = [direction for direction in directions if direction != "backward"]
-        assert each["chosen"] == {f"{case['layer']} {direction}": 4 for direction in directions}, case
+        assert result["chosen"] == {f"{case['layer']} {direction}": 4 for direction in directions}, case
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
 def test_unusual_inputs(pool, parallel):
-    for each in compare(pool, unusual(parallel), counts=(4,)):
-        case = each["case"]
+    for result in compare(pool, unusual(parallel), counts=(4,)):
+        case = result["case"]
         if not case.get("input_is_parallel", True):
-            each["calls"].pop("all_gather_into_tensor", None)  # Megatron's scatter, in some releases
+            result["calls"].pop("all_gather_into_tensor", None)  # Megatron's scatter, in some releases
         rows = case.get("sequence", 12) * (case.get("batch", 2) or 1) // (2 if parallel else 1)
         if case["layer"] == "column" and not parallel and not case.get("backward", True):
-            assert each["calls"] == {}, case
+            assert result["calls"] == {}, case
         else:
-            assert each["calls"] == expected_calls(case, rows), case
+            assert result["calls"] == expected_calls(case, rows), case
 
 
 def test_gathered_input_can_be_kept(pool):
@@ -141,7 +141,7 @@ def test_gathered_input_can_be_kept(pool):
     ],
 )
 def test_what_is_left_to_megatron(pool, case):
-    """A reduce-scatter of Megatron's is one exchange; ours would be two, or an all-gather into parts."""
+    # Megatron's reduce-scatter is one exchange; ours would be two, or an all-gather in parts.
     for calls in pool.run(f"{CASES}:left_to_megatron", 2, case=case):
         assert "all_gather" not in calls
         assert calls.get("all_to_all_single", 0) <= 1
@@ -164,6 +164,6 @@ def test_a_duty_given_by_position_is_left_to_megatron(pool):
 
 @pytest.mark.parametrize("case", ["plain, column", "plain, row"])
 def test_what_is_not_left_to_megatron(pool, case):
-    """The same layers with nothing unusual about them."""
+    """The same layers without the unusual property use our collectives."""
     for calls in pool.run(f"{CASES}:left_to_megatron", 2, case=case):
         assert (calls["all_gather"], calls["all_to_all_single"]) == (2, 2)

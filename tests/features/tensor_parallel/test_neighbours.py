@@ -1,4 +1,4 @@
-"""What builds on Megatron's parallel layers works beside chunks: LoRA, sharded checkpoints, recomputation."""
+"""Code built on Megatron's parallel layers works with chunks: LoRA, sharded checkpoints, recomputation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from tests.features.tensor_parallel.parallel_layers import build, counted, groups, relative
 
 HERE = "tests.features.tensor_parallel.test_neighbours"
-RANK = 3  # of LoRA's matrices
+RANK = 3  # rank of LoRA's matrices
 LAYERS = ("column", "row")
 
 
 def lora(layer: str) -> torch.nn.Module:
-    """A frozen parallel layer and two matrices beside it, of which one is parallel like the layer.
+    """Return a frozen parallel layer with two LoRA matrices, one of them parallel like the layer.
 
-    The column parallel layer is a subclass whose forward calls its parent's, as some libraries do it, the row
-    parallel one is wrapped.
+    The column parallel layer is a subclass that calls its parent's forward; the row parallel layer is
+    wrapped. Libraries do both.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -65,7 +65,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 
 
 def step(module: torch.nn.Module, layer: str, recompute: bool = False) -> dict[str, Tensor]:
-    """Output and all gradients of one microbatch with sequence parallelism."""
+    """Return the output and all gradients of one microbatch with sequence parallelism."""
     from megatron.core import tensor_parallel
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -81,7 +81,7 @@ def step(module: torch.nn.Module, layer: str, recompute: bool = False) -> dict[s
 
 
 def with_lora() -> dict[str, Any]:
-    """How far each layer's numbers are from stock's, which weights learnt, and what was called."""
+    """Return each layer's difference from stock, its trained weights and its collectives."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable()
@@ -89,15 +89,15 @@ def with_lora() -> dict[str, Any]:
     stock = {layer: step(lora(layer), layer) for layer in LAYERS}
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(coc_parallel_num=2)
-    found = {}
+    results = {}
     for layer in LAYERS:
         module = lora(layer)
         with counted() as calls:
             ours = step(module, layer)
         assert ours.keys() == stock[layer].keys()
         errors = [relative(ours[name], stock[layer][name]) for name in ours]
-        found[layer] = max(errors), sorted(ours), dict(calls)
-    return found
+        results[layer] = max(errors), sorted(ours), dict(calls)
+    return results
 
 
 def test_lora(pool):
@@ -105,17 +105,17 @@ def test_lora(pool):
         for layer, (error, names, calls) in found.items():
             assert error <= 1e-13, layer
             assert names == ["down.weight", "input", "output", "up.weight"]
-            # The base layer and the adapter's parallel matrix: both in two chunks, both ways.
+            # The base layer and the adapter's parallel matrix: two chunks each.
             assert (calls["all_gather"], calls["all_to_all_single"]) == (4, 4), layer
 
 
 def sharded() -> list[Any]:
-    """Keys and places of sharded state, without and with chunks."""
+    """Return keys and offsets of the sharded state, without and with chunks."""
     from megatron.core import parallel_state
 
     import mindspeed_dsa
 
-    found = []
+    states = []
     for switches in ({}, {"coc_parallel_num": 2}):
         mindspeed_dsa.enable(**switches)
         groups()
@@ -124,7 +124,7 @@ def sharded() -> list[Any]:
             state = build(layer, torch.float32).sharded_state_dict(
                 prefix="layer.", metadata={"dp_cp_group": replicas}
             )
-            found.append(
+            states.append(
                 {
                     name: (each.key, each.global_shape, each.global_offset, each.replica_id)
                     for name, each in state.items()
@@ -132,7 +132,7 @@ def sharded() -> list[Any]:
                 }
             )
         mindspeed_dsa.disable()
-    return found
+    return states
 
 
 def test_sharded_state_is_the_same(pool):
@@ -145,12 +145,12 @@ def test_sharded_state_is_the_same(pool):
 
 
 def recomputed() -> dict[str, Any]:
-    """Whether recomputing a layer changes nothing, and the all-gathers and exchanges with and without."""
+    """Return whether recomputation changes nothing, and the collectives without and with it."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(coc_parallel_num=2)
     groups()
-    found = {}
+    by_layer = {}
     for layer in LAYERS:
         results, calls = [], []
         for recompute in (False, True):
@@ -159,8 +159,8 @@ def recomputed() -> dict[str, Any]:
             calls.append((counts["all_gather"], counts["all_to_all_single"]))
         kept, again = results
         assert kept.keys() == again.keys()
-        found[layer] = all(kept[name].equal(again[name]) for name in kept), calls
-    return found
+        by_layer[layer] = all(kept[name].equal(again[name]) for name in kept), calls
+    return by_layer
 
 
 def test_recomputed_layers(pool):

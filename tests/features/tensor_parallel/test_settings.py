@@ -1,4 +1,4 @@
-"""What is switched on, and every combination that cannot be, told before training starts."""
+"""Switches of the features, and combinations that are refused before training."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_transformer_engine_is_unchanged_and_that_is_logged(feature, flag, capsy
 
 
 def test_symmetric_memory_operators_are_called_as_they_are_declared():
-    """They compute on GPUs only; their schemas are the same everywhere."""
+    # The operators run on GPUs only, but their schemas exist everywhere.
     weight = torch.empty(4, 4)
     assert symmetric.declines(weight, None) == "they compute on CUDA, not on cpu"
     assert symmetric.declines(torch.empty(4, 4, dtype=torch.float64, device="meta"), None)

@@ -1,4 +1,4 @@
-"""The number of chunks is measured once, agreed upon by all ranks, and leaves no trace in the training."""
+"""The number of chunks is measured once, agreed by all ranks, and measuring does not affect training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASE = "tests.features.tensor_parallel.test_tuning"
 
 
 class Clock:
-    """Shows what work says that it takes."""
+    """Clock that advances by the time that fake work claims to take."""
 
     now = 0.0
 
@@ -25,11 +25,11 @@ class Clock:
 
 
 def choose(problems, seconds):
-    """Choices, runs and lengths remembered; the work takes these seconds by rank and number of chunks."""
+    """Return choices, runs and remembered lengths; work takes ``seconds`` by rank and chunk count."""
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     tuning.forget()
-    chosen, runs, clock = [], [], Clock()
+    choices, runs, clock = [], [], Clock()
     ranks = tuple(range(dist.get_world_size()))
 
     def work(m):
@@ -42,10 +42,10 @@ def choose(problems, seconds):
     with mock.patch.object(time, "perf_counter", clock.read):
         for m in problems:
             problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
-            chosen.append(tuning.chunks_for(problem, dist.group.WORLD, work(m), log.get()))
+            choices.append(tuning.chunks_for(problem, dist.group.WORLD, work(m), log.get()))
     kept = sorted(problem.m for problem in tuning.chosen())
     tuning.forget()
-    return chosen, runs, kept
+    return choices, runs, kept
 
 
 @measures
@@ -55,7 +55,7 @@ def choose(problems, seconds):
         ([{1: 1.0, 2: 0.8, 4: 0.7, 8: 0.75}] * 2, 4),
         ([{1: 1.0, 2: 0.99, 4: 0.98, 8: 0.98}] * 2, 1),  # not worth it
         ([{1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}] * 2, 1),
-        # Alone the first rank would take 8 and the second one 2; the slower of both decides.
+        # By itself, the first rank would take 8 and the second one 2; the slower of both decides.
         ([{1: 1.0, 2: 0.6, 4: 0.5, 8: 0.4}, {1: 1.0, 2: 0.5, 4: 0.7, 8: 0.9}], 2),
     ],
 )
@@ -78,7 +78,7 @@ def test_lengths_without_end_are_not_measured_without_end(pool):
 
 
 def tuned_layers():
-    """Generators and gradients beside a tuning, what was said, and what the same call did the second time."""
+    """Return errors and calls of tuned layers, on first and second use, the log, and the tuned problems."""
     import contextlib
     import io
 
@@ -93,13 +93,13 @@ def tuned_layers():
     mindspeed_dsa.enable(use_ascend_coc=True)
     tuning.forget()
     said = io.StringIO()
-    found = {}
+    results = {}
     for layer in stock:
         with contextlib.redirect_stderr(said), counted() as first:
             ours = run(layer)
         with contextlib.redirect_stderr(said), counted() as second:
             again = run(layer)
-        found[layer] = {
+        results[layer] = {
             "errors": [
                 float((one[name] - stock[layer][name]).norm() / stock[layer][name].norm())
                 for one in (ours, again)
@@ -116,11 +116,13 @@ def tuned_layers():
     assert torch.get_rng_state().equal(state)
     assert module.weight.grad is None
     assert input.grad is None
-    return found, said.getvalue(), [str(problem) for problem in tuning.chosen()]
+    return results, said.getvalue(), [str(problem) for problem in tuning.chosen()]
 
 
 def before_and_after_ddp():
-    """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and then."""
+    """Return the problems tuned with gradient accumulation fusion, before and after weights have
+    ``main_grad``.
+    """
     import mindspeed_dsa
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from tests.features.tensor_parallel.parallel_layers import build, groups, wgrad_kernels
@@ -128,7 +130,7 @@ def before_and_after_ddp():
     mindspeed_dsa.enable(use_ascend_coc=True)
     groups()
     tuning.forget()
-    found = []
+    kinds = []
     for layer in ("column", "row"):
         module = build(layer, torch.float32)
         module.gradient_accumulation_fusion = True
@@ -138,10 +140,10 @@ def before_and_after_ddp():
                 module.weight.main_grad = main_grad
             with wgrad_kernels():
                 module(input)
-            found.append(sorted(problem.kind for problem in tuning.chosen()))
+            kinds.append(sorted(problem.kind for problem in tuning.chosen()))
         assert not module.weight.main_grad.any()
     tuning.forget()
-    return found
+    return kinds
 
 
 def test_backward_is_not_tuned_before_there_is_a_main_grad(pool):
@@ -151,7 +153,7 @@ def test_backward_is_not_tuned_before_there_is_a_main_grad(pool):
 
 
 def said_by_stages(pipeline, data):
-    """What this rank says of a layer's tuning, with these parallel sizes beside TP2."""
+    """Return this rank's log of a layer's tuning, with these parallel sizes and TP2."""
     import contextlib
     import io
 

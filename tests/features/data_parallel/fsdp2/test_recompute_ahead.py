@@ -25,7 +25,7 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def step(

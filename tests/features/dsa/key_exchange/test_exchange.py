@@ -19,7 +19,7 @@ from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttenti
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, _members_of_order
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 LAYERS, HEADS, LATENT, ROPE, PLAIN = 2, 2, 4, 2, 3

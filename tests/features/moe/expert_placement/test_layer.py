@@ -16,7 +16,7 @@ from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.support import model, moe
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 BALANCED = {

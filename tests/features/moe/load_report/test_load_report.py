@@ -22,7 +22,7 @@ from mindspeed_dsa.runs.expert_load import LayerLoad
 from tests.support import model
 from tests.support.contexts import context
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 SWITCH = "moe_router_load_report"

@@ -25,7 +25,7 @@ from tests.features.memory.recompute_cases import PLAIN
 from tests.support import model as job
 from tests.support.model import SEQUENCE, assert_same_gradients
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 VOCABULARY, ROWS = 512, 8
 """Vocabulary size that gives the logits a unique number of elements, and tokens per chunk."""

@@ -17,7 +17,7 @@ FSDP2 = {"use_torch_fsdp2": True}
 ON = {"two_streams": True, "two_streams_min_tokens": 0}
 UNITS = "sub_modules_to_wrap: [megatron.core.transformer.moe.shared_experts.SharedExpertMLP]"
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def trained(switches: dict[str, Any], pairs: bool = False, **overrides: Any) -> dict[str, Any]:

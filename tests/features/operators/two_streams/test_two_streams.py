@@ -21,7 +21,7 @@ from tests.support import memory_events, model
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform, OrderedStream, backward_by_streams, watched
 
-# -- functions that run in the pool's workers --------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 ON = {"two_streams": True}

@@ -1,8 +1,8 @@
-"""Chunk forwards whose activations are alive, counted in a training step; runs in the pool's workers.
+"""Worker functions: counts of chunk forwards with live activations in a training step.
 
-A forward is alive as long as anything that it has made and saved for its backward is: in the graph, or with
-weight gradients that wait. Left out are what outlives the step, such as weights; a forward's input and
-indices, of which Megatron's modules keep the last; and the loss function's mask, which is the job's own.
+A forward is alive as long as any tensor that it made and saved for backward is alive, in the graph or with
+deferred weight gradients. Not counted: tensors that outlive the step (weights), a forward's input and
+indices, because Megatron's modules keep the last ones, and the job's loss mask.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from mindspeed_dsa.schedule.events import Kind, Schedule
 from tests.support import model
 
 Counts = list[tuple[str, int]]
-"""Of each block, except weight gradients that wait: kinds of its events, and forwards alive before it."""
+"""Per block, except deferred weight gradients: kinds of its events, and the number of live forwards before
+it.
+"""
 
 
 def run(**arguments: Any) -> dict[str, Any]:
-    """Run :func:`model.run`; ``counts`` are those of a rank, ``most`` is the largest number alive at once."""
+    """Run :func:`model.run`; also return this rank's ``counts``, and the maximum of live forwards,
+    ``most``.
+    """
     live = _Live()
     train_step = model.train_step
 
@@ -41,20 +45,20 @@ def run(**arguments: Any) -> dict[str, Any]:
 
 
 def listed(schedule: Schedule, rank: int) -> Counts:
-    """Return what the counts of a rank should be, by its list."""
+    """Return the expected counts of a rank, by its list of events."""
     later = {(e.chunk, e.microbatch) for e in schedule.ranks[rank] if e.kind is Kind.WEIGHT}
-    now, found = 0, []
+    now, counts = 0, []
     for block in schedule.blocks(rank):
         if block[0].kind is not Kind.WEIGHT:
-            found.append(("".join(event.kind.value for event in block), now))
+            counts.append(("".join(event.kind.value for event in block), now))
         for event in block:
             waits = event.kind is Kind.BACKWARD and (event.chunk, event.microbatch) in later
             now += 1 if event.kind is Kind.FORWARD else 0 if waits else -1
-    return found
+    return counts
 
 
 class _Live:
-    """Storages that each forward has saved, in the order of forwards, and which of them are alive when."""
+    """Storages saved by each forward, in order, and the live ones at each look."""
 
     def __init__(self) -> None:
         self._saved: list[list[StorageWeakRef]] = []
@@ -64,7 +68,7 @@ class _Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what the forwards of a step save, and what is alive before each block."""
+        """Record the storages that a step's forwards save, and the live ones before each block."""
         schedules, combined = (
             import_module(f"megatron.core.pipeline_parallel.{name}")
             for name in ("schedules", "combined_1f1b")
@@ -88,10 +92,10 @@ class _Live:
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._block:  # which calls it
+            if self._block:  # a nested call
                 return original(*args, **kwargs)
-            given = parameters.bind(*args, **kwargs).arguments
-            self._block, entered = kinds(**given), given.get("input_tensor")
+            bound = parameters.bind(*args, **kwargs).arguments
+            self._block, entered = kinds(**bound), bound.get("input_tensor")
             self._input = None if entered is None else entered.untyped_storage()._cdata
             self._looks.append((self._block, self._alive()))
             if "F" in self._block:
@@ -122,11 +126,11 @@ class _Live:
         return [{index for index, each in enumerate(refs) if not each.expired()} for refs in self._saved]
 
     def counts(self) -> Counts:
-        """Return how many forwards were alive before each block."""
+        """Return the number of live forwards before each block."""
         return [(events, sum(map(bool, alive))) for events, alive in self._looks if events]
 
     def most(self) -> int:
-        """Return how many were alive at once."""
+        """Return the maximum number of live forwards."""
         return max(sum(map(bool, alive)) for _, alive in self._looks)
 
 

@@ -1,4 +1,4 @@
-"""Training in the shape of a V runs the simulator's list, on every rank, and evaluation its forwards."""
+"""DualPipeV training runs the simulator's list of events on every rank; evaluation runs its forwards."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def trained(pool, folder, ranks, microbatches, layers, pp, only="router", **more
 
 
 def assert_as_many_alive_as_listed(ranks, schedule, pp):
-    """Forwards whose activations are alive, before each block and at most, of one pipeline's ranks."""
+    """Check the number of live forwards of one pipeline's ranks, before each block and at most."""
     everything_waits = Costs(weight_activations=1.0)
     kept = figures(simulate(schedule, everything_waits), everything_waits).peak_memory
     for rank in range(pp):
-        own = ranks[rank * len(ranks) // pp]
-        assert own["counts"] == in_flight.listed(schedule, rank)
-        assert own["most"] == kept[rank]
+        rank_result = ranks[rank * len(ranks) // pp]
+        assert rank_result["counts"] == in_flight.listed(schedule, rank)
+        assert rank_result["most"] == kept[rank]
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_the_recorded_order_is_the_list(pool, tmp_path, pp, microbatches, layers
     assert gradients.keys() == expected.keys()
     assert all(gradients[name].equal(expected[name]) for name in expected)
     assert [losses_of(rank) for rank in ranks] == [[]] * (pp - 1) + [losses_of(alone[0])]
-    layout, found = recorded.read(tmp_path)
+    layout, recording = recorded.read(tmp_path)
     assert layout.v_shaped
     listed = lists.dual_pipe_v(pp, microbatches, paired=False)
-    assert found.schedule.ranks == listed.ranks
+    assert recording.schedule.ranks == listed.ranks
     assert_as_many_alive_as_listed(ranks, listed, pp)
     assert beside.compare(tmp_path, Megatron()).other_order == []
     assert main(["schedule", "--beside", str(tmp_path)]) == 0
@@ -104,7 +104,7 @@ def test_weight_gradients_wait_where_the_list_has_them(pool, tmp_path, pp, layer
 
 
 def most_on_their_way(**arguments):
-    """Most messages that a step keeps at one time."""
+    """Return the maximum number of messages that a step holds at one time."""
     most = 0
     hand_on = Transfers.hand_on
 
@@ -121,7 +121,7 @@ def most_on_their_way(**arguments):
 @pytest.mark.full
 @pytest.mark.parametrize(("pp", "layers"), [(2, 4), (4, 8)])
 def test_messages_are_let_go_when_they_have_been_used(pool, pp, layers):
-    """However many there are in a step; a send over gloo is complete when somebody waits for it."""
+    """The number does not grow with the step; a gloo send is complete once something waits for it."""
     few, many = (
         pool.run(
             f"{__name__}:most_on_their_way",
@@ -142,16 +142,16 @@ def test_messages_are_let_go_when_they_have_been_used(pool, pp, layers):
 def test_pairs_share_blocks(pool, tmp_path):
     ranks = trained(pool, tmp_path, 4, 5, 4, 2, switches={"moe_fb_overlap": True}, ep=2)
     assert [len(losses_of(rank)) for rank in ranks] == [0, 0, 5, 5]
-    layout, found = recorded.read(tmp_path)
+    layout, recording = recorded.read(tmp_path)
     assert layout.paired
     listed = lists.dual_pipe_v(2, 5)
-    assert found.schedule.ranks == listed.ranks
+    assert recording.schedule.ranks == listed.ranks
     assert_as_many_alive_as_listed(ranks, listed, 2)
-    assert any(event.pair is not None for event in found.schedule.ranks[0])
+    assert any(event.pair is not None for event in recording.schedule.ranks[0])
 
 
 def evaluated(pp, microbatches, switches=None):
-    """Losses of an evaluation, on the rank that Megatron asks for them."""
+    """Return an evaluation's losses, on the rank where Megatron expects them."""
     model.start(switches, pp=pp, vpp=2 if pp > 1 else None)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -162,7 +162,7 @@ def evaluated(pp, microbatches, switches=None):
     parts = [model.gpt_model(cfg, vp_stage=stage if chunks else None) for stage in range(chunks or 1)]
     batches = list(model.samples(microbatches).view(microbatches, 1, -1))
     with torch.no_grad():
-        found = get_forward_backward_func()(
+        losses = get_forward_backward_func()(
             forward_step_func=partial(model.forward_step, cfg),
             data_iterator=[iter(batches) for _ in parts],
             model=parts,
@@ -171,12 +171,12 @@ def evaluated(pp, microbatches, switches=None):
             micro_batch_size=1,
             forward_only=True,
         )
-    return [float(each["lm loss"]) for each in found]
+    return [float(each["lm loss"]) for each in losses]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_an_evaluation_reports_on_the_last_rank(pool, microbatches):
-    """Any number of microbatches; the losses are one process's."""
+    """The losses equal one process's, for any number of microbatches."""
     (expected,) = pool.run(f"{__name__}:evaluated", 1, pp=1, microbatches=microbatches)
     assert len(expected) == microbatches
     assert pool.run(f"{__name__}:evaluated", 2, pp=2, microbatches=microbatches, switches=V) == [[], expected]

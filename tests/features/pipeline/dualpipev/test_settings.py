@@ -1,4 +1,4 @@
-"""Layers, batches and combinations that DualPipeV refuses before training starts, one sentence each."""
+"""Layers, batches and combinations that DualPipeV refuses before training, one sentence each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_served():
     assert problems() == []
     assert problems(num_layers=5, pipeline_model_parallel_layout="Et|tt|t|tmL") == []
     assert problems(rampup_batch_size=["16", "16", "320"], global_batch_size=64) == []
-    # What Megatron itself makes of a job with a schedule, whose evaluations have one microbatch.
+    # With a batch size schedule, Megatron itself sets one microbatch for evaluations.
     scheduled = {"global_batch_size": 4, "step_batch_size_schedule": "0:16 250B:32"}
     assert problems(**scheduled, eval_global_batch_size=4, eval_micro_batch_size=1) == []
     assert problems(dualpipev_dw_detach=True, moe_fb_overlap=True, use_torch_fsdp2=True) == []
@@ -147,10 +147,10 @@ def test_a_release_without_layouts_is_refused():
 
 
 def test_what_follows_the_order_of_another_schedule_is_named():
-    known = {feature.name: feature for feature in all_features()}
+    by_name = {feature.name: feature for feature in all_features()}
     settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
     for name in ("recompute-ahead", "split-backward"):
-        said = "; ".join(checks.problems([known[name], FEATURE], settings))
+        said = "; ".join(checks.problems([by_name[name], FEATURE], settings))
         assert name in said
         assert "order of Megatron's schedules" in said
 
@@ -174,8 +174,7 @@ def test_another_method_is_refused_by_name():
 
 
 def test_the_first_rank_is_handed_labels_by_releases_that_are_told_the_stage():
-    """As of 0.18, whose first stage of several drops what the loss reads."""
-
+    # Since 0.18 the first stage of several drops the loss mask, but in DualPipeV it computes the loss.
     def stock(batch, *, pipeline_model_parallel_size=1, is_pipeline_first_stage=False, **others):
         first = pipeline_model_parallel_size > 1 and is_pipeline_first_stage
         return {**batch, "loss_mask": None} if first else batch
@@ -186,7 +185,7 @@ def test_the_first_rank_is_handed_labels_by_releases_that_are_told_the_stage():
 
 
 def test_the_last_rank_reports_and_the_first_one_ends_the_model():
-    """A step of 0.19 asks for both by one function."""
+    # In release 0.19 the loss and the end of the model are found by the same function.
     utils = SimpleNamespace(is_pp_first_stage=lambda group: group.rank == 0)
     context = replace(contexts.context("dualpipev", NEW), megatron=lambda name: utils)
     is_last = last_is_first(lambda group: group.rank == group.size - 1, context)
@@ -206,14 +205,14 @@ def test_the_last_rank_reports_and_the_first_one_ends_the_model():
 
 @pytest.mark.parametrize("release", ["0.14.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "main"])
 def test_every_release_has_its_function_of_batches(release):
-    known = records.load()
+    facts_of_releases = records.load()
     name = "get_batch_on_this_tp_rank"
     served = [
         patch
         for patch in FEATURE.patches
         if patch.target.endswith(name)
-        and SpecifierSet(patch.versions).contains(known.version(release), prereleases=True)
+        and SpecifierSet(patch.versions).contains(facts_of_releases.version(release), prereleases=True)
     ]
-    (facts,) = [known.of(patch, release) for patch in served]
+    (facts,) = [facts_of_releases.of(patch, release) for patch in served]
     assert facts is not None
     assert facts.exists

@@ -1,4 +1,4 @@
-"""Training steps with paired forwards and backwards; runs in the pool's workers."""
+"""Worker functions: training steps with paired forwards and backwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SWITCH = {"moe_fb_overlap": True}
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A training step of the tiny model, with its parted transfers and what memory features did."""
+    """Run a training step of the tiny model; also return split transfers and memory feature events."""
     with (
         moe.transfers() as events,
         memory_events.counted() as counts,
@@ -30,7 +30,7 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 
 def with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Multi-token prediction lies in the last chunk, if the configuration has it."""
+    """Wrap a model builder to put multi-token prediction into the last chunk, if the config has it."""
 
     def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
         from megatron.core import parallel_state
@@ -42,7 +42,7 @@ def with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def order(**overrides: Any) -> list[str]:
-    """Events of two microbatches through one layer: transfers, modules' forwards, weights' gradients."""
+    """Return the events of two microbatches through one layer: transfers, forwards, weight gradients."""
     model.start(SWITCH, ep=2, etp=1)
     cfg = model.config(num_layers=1, moe_layer_freq=[1], expert_model_parallel_size=2, **overrides)
     chunk = model.gpt_model(cfg)
@@ -73,10 +73,7 @@ def buffers_alive(
     recomputed: Mapping[str, Any] | None = None,
     **layout: int,
 ) -> dict[str, int]:
-    """How many of the buffers that rows arrived in were alive at once in a step, and are after it.
-
-    With one expert per rank a forward's buffers are kept for backward, as long as its graph is.
-    """
+    """Return the maximum number of live receive buffers in a step, and the number left after it."""
     gc.collect()
     gc.disable()
     try:
@@ -113,7 +110,7 @@ def _buffers() -> Iterator[tuple[dict[int, Any], list[int]]]:
 
 
 def optimized(**arguments: Any) -> dict[str, Any]:
-    """A few steps with an optimizer, and what memory features did."""
+    """Take a few steps with an optimizer; also return memory feature events."""
     with memory_events.counted() as counts:
         result = optimizer_job.train(ep=2, **arguments)
     return {**result, "counts": dict(counts)}
@@ -122,7 +119,7 @@ def optimized(**arguments: Any) -> dict[str, Any]:
 def three_steps(
     distributed: bool, switches: Mapping[str, Any] | None = None, **overrides: Any
 ) -> dict[str, Any]:
-    """Overlapped reduction, stock and ours, and an evaluation at the end."""
+    """Take steps with overlapped reduction, and an evaluation, stock and ours."""
     import mindspeed_dsa
 
     model.start(ep=2, etp=1)
@@ -135,7 +132,7 @@ def three_steps(
 
 
 def evaluated() -> dict[str, Any]:
-    """Losses of a forward-only pass of PP2 x VPP2, stock and ours."""
+    """Return the losses of a forward-only pass of PP2 x VPP2, stock and ours."""
     import mindspeed_dsa
 
     model.start(pp=2, vpp=2, ep=2, etp=1)
@@ -203,9 +200,9 @@ def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
                 forward_only=step == 3,
             )
         if step < 3:
-            gradients |= {f"{step} {name}": each for name, each in model.gradients([chunk]).items()}
+            gradients |= {f"{step} {name}": gradient for name, gradient in model.gradients([chunk]).items()}
     golden = {
         index: sorted(group.golden_per_param_grad_ready_counts.values())
         for index, group in enumerate(wrapped.bucket_groups)
     }
-    return {"gradients": gradients, "losses": [float(each["lm loss"]) for each in losses], "golden": golden}
+    return {"gradients": gradients, "losses": [float(loss["lm loss"]) for loss in losses], "golden": golden}

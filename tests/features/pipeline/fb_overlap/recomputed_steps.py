@@ -1,4 +1,4 @@
-"""Training steps in pairs that recompute: what is counted and kept; runs in the pool's workers."""
+"""Worker functions: training steps in pairs with recomputation, with counts and kept memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.contexts import running
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A training step as ``paired_steps.trained``, and how often each piece was run again."""
+    """Run ``paired_steps.trained``; also return how often each piece was recomputed."""
     with _run_again() as pieces:
         result = paired_steps.trained(**arguments)
     context = running("recompute-ahead")
@@ -31,23 +31,23 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def _run_again() -> Iterator[dict[str, int]]:
-    found = {"recompute_before": 0, "recompute_experts": 0}
+    counts = {"recompute_before": 0, "recompute_experts": 0}
 
     def counting(name: str) -> Any:
         original = getattr(Recomputed, name)
 
         def recompute(self: Any) -> None:
-            found[name] += 1
+            counts[name] += 1
             original(self)
 
         return mock.patch.object(Recomputed, name, recompute)
 
     with counting("recompute_before"), counting("recompute_experts"):
-        yield found
+        yield counts
 
 
 def counted(**arguments: Any) -> dict[str, Any]:
-    """What a step adds to Megatron's sums: losses of routers and indexers, tokens of each expert."""
+    """Return the values that a step adds to Megatron's sums: router and indexer losses, tokens per expert."""
     from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.moe import moe_utils
 
@@ -71,7 +71,7 @@ def counted(**arguments: Any) -> dict[str, Any]:
 
 
 class _Storages(TorchDispatchMode):
-    """Storages that operators have made."""
+    """Records the storages that operators make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
                 self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return result
 
     def alive(self) -> int:
-        """Bytes of those that something still refers to; cycles are only garbage, gone or not yet."""
+        """Return the bytes of all storages that are still referenced."""
         gc.collect()
         self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
         return sum(size for _, size in self._made.values())
@@ -95,7 +95,7 @@ class _Storages(TorchDispatchMode):
 def kept(
     layers: int, overrides: dict[str, Any], micro_batch_size: int, switches: dict[str, Any] | None = None
 ) -> int:
-    """Bytes that the first microbatch's forward has left when its loss is there."""
+    """Return the bytes that the first microbatch's forward keeps once its loss is computed."""
     storages = _Storages()
     levels: list[int] = []
 

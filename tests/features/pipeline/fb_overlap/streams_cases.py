@@ -1,4 +1,4 @@
-"""Pairs whose permutations run on the second stream; runs in the pool's workers."""
+"""Worker functions: pairs with permutations on the second stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWITCHES = {"moe_fb_overlap": True, "two_streams": True, "two_streams_min_tokens
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A step as :func:`paired_steps.trained` makes it, and how often a node ran on which stream."""
+    """Take a step of :func:`paired_steps.trained`; also return the number of node runs per stream."""
     with _nodes() as nodes:
         result = paired_steps.trained(**arguments)
     return {**result, "nodes": dict(nodes)}
@@ -25,7 +25,7 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def _nodes() -> Iterator[Counter[str]]:
-    """Count nodes by direction, name, and whether they are on the second stream."""
+    """Count nodes by direction, name and stream."""
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
     counts: Counter[str] = Counter()
@@ -50,13 +50,13 @@ def races(
     overrides: Mapping[str, Any] | None = None,
     forgets: bool = False,
 ) -> dict[str, Any]:
-    """What races in two microbatches through two layers, and how often each stream waited for another.
+    """Return the races in two microbatches through two layers, and each stream's number of waits.
 
     Args:
-        dropped: by the stream, ``first`` or ``second``, the number of its wait for an event that is left out.
-        switches: beside pairs on two streams.
-        overrides: of the model.
-        forgets: the allocator is not told of memory that crosses the streams.
+        dropped: dict from a stream, ``first`` or ``second``, to the number of its event wait to omit.
+        switches: further feature switches.
+        overrides: config fields that differ from the model's.
+        forgets: whether the allocator is not informed of memory that crosses streams.
     """
     model.start({**SWITCHES, **(switches or {})}, ep=2, etp=1)
     cfg = model.config(**{"moe_layer_freq": [1, 1], "expert_model_parallel_size": 2, **(overrides or {})})
@@ -74,7 +74,7 @@ def races(
 
 
 def _tell_nobody(stream: Any, tensors: Any) -> None:
-    """Take the place of ``keep_for``; a mock would hold the tensors."""
+    """Replace ``keep_for``; a mock would hold the tensors."""
 
 
 def _dropping(dropped: Mapping[str, int], platform: OrderedPlatform, waits: Counter[str]) -> Any:
@@ -82,7 +82,7 @@ def _dropping(dropped: Mapping[str, int], platform: OrderedPlatform, waits: Coun
 
     def wait_unless_dropped(self: OrderedStream, event: Any) -> None:
         name = "first" if self is platform.host else "second" if self is second_stream.second() else "other"
-        # Only clocks that this stream is behind count.
+        # Only waits for clocks ahead of this stream's count.
         if any(self.clock[stream] < time for stream, time in event.clock.items() if stream is not self):
             waits[name] += 1
             if dropped.get(name) == waits[name]:

@@ -1,4 +1,6 @@
-"""Hot experts' weights that travel in pairs: the sums of pairs without them, and the bits when recomputed."""
+"""Moving hot experts in pairs: the same training as pairs without it, and bit-identical with
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ QUICK = ("one stage",)
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_losses_and_gradients(pool, name):
-    """Those of pairs without; weights travel a second time where the experts are recomputed."""
+    """Results agree with pairs without moves; recomputed experts move their weights a second time."""
     moving = {**ALWAYS, "balanced_moe_hot_expert_num": 2}
     without, balanced = (step(pool, RUNS[name], {**PAIRS, **more}, {}) for more in ({}, moving))
     for before, after in zip(without, balanced, strict=True):
@@ -58,16 +60,18 @@ def test_losses_and_gradients(pool, name):
 @pytest.mark.parametrize("recomputed", [{}, UNIFORM], ids=["", "recomputed"])
 @pytest.mark.parametrize("distributed", [False, True])
 def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):
-    """No bucket leaves before what receivers return is in it: weights are ready as often as in stock."""
-    for found in pool.run(
+    """No bucket is reduced before the gradients from other ranks arrive, and weights report as often as in
+    stock.
+    """
+    for rank in pool.run(
         "tests.features.pipeline.fb_overlap.paired_steps:three_steps",
         2,
         distributed=distributed,
         switches={**ALWAYS, "balanced_moe_hot_expert_num": 2},
         **recomputed,
     ):
-        ours, theirs = found["ours"], found["theirs"]
-        assert found["counts"][MOVED] > 0
+        ours, theirs = rank["ours"], rank["theirs"]
+        assert rank["counts"][MOVED] > 0
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
         assert ours["golden"] == theirs["golden"]

@@ -1,4 +1,4 @@
-"""Where a part of the model does not learn, the rest learns what it learns in stock's schedule."""
+"""With a part of the model frozen, the rest trains as in stock's schedule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.features.pipeline.fb_overlap import paired_steps
 from tests.support import model
 from tests.support.model import assert_same_gradients, losses_of
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
-    """As ``paired_steps.trained``, with weights frozen whose names have one of these parts."""
-    build, found = model.gpt_model, model.gradients
+    """Run ``paired_steps.trained`` with all weights frozen whose names contain one of these parts."""
+    build, former_gradients = model.gpt_model, model.gradients
 
     def gpt_model(*given: Any, **more: Any) -> Any:
         built = build(*given, **more)
@@ -34,7 +34,7 @@ def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
             if parameter.requires_grad
         }
         with mock.patch.object(model, "global_names", lambda chunk: _part(chunk, learning)):
-            return found(chunks, only)
+            return former_gradients(chunks, only)
 
     names = model.global_names
 
@@ -85,7 +85,7 @@ def test_losses_and_gradients(pool, frozen):
 @pytest.mark.parametrize("recomputed", [AGAIN, EXPERTS], ids=["layers", "experts"])
 @pytest.mark.parametrize("frozen", FROZEN_LAYERS.values(), ids=list(FROZEN_LAYERS))
 def test_recomputed(pool, frozen, recomputed):
-    """Bit for bit what pairs learn that keep everything."""
+    """Recomputation is bit-identical to pairs that keep all activations."""
     kept, ours = (step(pool, frozen, {"moe_fb_overlap": True}, **what) for what in ({}, recomputed))
     for before, after in zip(kept, ours, strict=True):
         assert after["losses"] == before["losses"]

@@ -1,4 +1,4 @@
-"""What runs under which transfer, seen by the modules and weights, and what stays in memory."""
+"""Computation during each transfer, seen by modules and weights, and memory that stays alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from tests.features.moe.balanced_experts.popular_experts import ALWAYS
 
 CASES = "tests.features.pipeline.fb_overlap.paired_steps"
 FIRST_FORWARD = [
-    *("attention", "launch", "launch", "shared fc1", "wait", "wait"),  # dispatch of tokens and probabilities
+    *(
+        "attention",
+        "launch",
+        "launch",
+        "shared fc1",
+        "wait",
+        "wait",
+    ),  # dispatch of tokens and of probabilities
     *("experts", "launch", "shared fc2", "wait"),  # combine
 ]
 PAIR = [
@@ -20,8 +27,8 @@ PAIR = [
         "shared fc2 dW",
         "shared fc1 dW",
         "wait",
-    ),  # combine, reversed
-    *("launch", "launch", "experts dW"),  # dispatch, reversed
+    ),  # reversed combine
+    *("launch", "launch", "experts dW"),  # reversed dispatch
     *("shared fc1", "wait", "wait", "experts", "launch", "shared fc2"),
     *("wait", "wait", "attention dW", "wait"),
 ]
@@ -34,11 +41,11 @@ LAST_BACKWARD = [
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 MOVING = {**ALWAYS, "balanced_moe_hot_expert_num": 2}
-FORWARD_AGAIN = ["shared fc1", "wait", "wait", "experts", "shared fc2"]  # and no combine
+FORWARD_AGAIN = ["shared fc1", "wait", "wait", "experts", "shared fc2"]  # without a combine
 RECOMPUTED_PAIR = [
-    *("launch", "attention", "launch", "launch"),  # combine, reversed; dispatch, again
+    *("launch", "attention", "launch", "launch"),  # reversed combine, and the repeated dispatch
     *("attention", "launch", "launch", *FORWARD_AGAIN),
-    *("shared fc2 dW", "shared fc1 dW", "wait", "launch", "launch", "experts dW"),  # dispatch, reversed
+    *("shared fc2 dW", "shared fc1 dW", "wait", "launch", "launch", "experts dW"),  # reversed dispatch
     *("shared fc1", "wait", "wait", "experts", "launch", "shared fc2"),
     *("wait", "wait", "attention dW", "wait"),
 ]
@@ -64,13 +71,13 @@ def test_without_a_shared_expert(pool):
 
 
 def test_what_is_recomputed_runs_under_transfers_too(pool):
-    """The two microbatches are in one layer, whose dispatcher has state of its own for one of them."""
+    """Both microbatches share one layer, whose dispatcher keeps separate state for one of them."""
     for events in pool.run(f"{CASES}:order", 2, **AGAIN):
         assert events == [*FIRST_FORWARD, *RECOMPUTED_PAIR, *RECOMPUTED_BACKWARD]
 
 
 def test_graphs_die_with_their_backward(pool):
-    """Without the garbage collector; two microbatches are in flight, however many there are."""
+    """Graphs are freed by reference counting; for any number of microbatches, two are in flight."""
     few, many = (pool.run(f"{CASES}:buffers_alive", 2, microbatches=count) for count in (3, 6))
     assert few == many
     assert all(rank["left"] == 0 and rank["most"] >= 4 for rank in few)

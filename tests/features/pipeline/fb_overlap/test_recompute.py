@@ -1,4 +1,4 @@
-"""Layers that pairs recompute: the bits of those that keep everything, what is sent, counted and kept."""
+"""Layers recomputed in pairs: bit-identical to kept activations; transfers, counts and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_SELECTS = {"num_layers": 4, "dsa_indexer_topk_freq": 4}
 HALF_SELECT = {"num_layers": 8, "dsa_indexer_topk_freq": 2}
 SWAPPED = {"swap_attention": True, "swap_attention_min_bytes": 0}
 RUNS = {
-    # name: ranks, layout, microbatches, model, what is recomputed, other switches, layers run again per rank
+    # name: ranks, layout, microbatches, model, recomputation, other switches, recomputed layers per rank
     "first layer dense": (2, {}, 3, {"num_layers": 3}, UNIFORM, {}, [9, 9]),
     "experts alone": (2, {}, 3, {"num_layers": 3}, MOE, {}, [6, 6]),
     "one microbatch": (2, {}, 1, {}, UNIFORM, {}, [2, 2]),
@@ -64,7 +64,7 @@ RUNS = {
     "fused DSA": (2, {}, 2, {}, UNIFORM, FUSED, [4, 4]),
     "shared selection": (2, {}, 3, ONE_SELECTS, UNIFORM, FUSED, [12, 12]),
     "shared selection, Megatron's attention": (2, {}, 3, ONE_SELECTS, UNIFORM, {}, [12, 12]),
-    # The third layer reads a selection of which the fourth, which keeps everything, is the last reader.
+    # The third layer reads a selection. Its last reader is the fourth layer, which keeps its activations.
     "shared selection, first three": (
         2,
         {},
@@ -115,7 +115,7 @@ QUICK = ("first layer dense", "experts alone, dropout and jitter")
 
 
 def step(pool, run, switches, recomputed):
-    """A step of a run, whose last entry are switches of its own."""
+    """Run a step of an entry of ``RUNS``, whose last element are its switches."""
     ranks, layout, microbatches, overrides, others = run
     return pool.run(
         f"{CASES}:trained",
@@ -132,24 +132,23 @@ def step(pool, run, switches, recomputed):
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_losses_and_gradients(pool, name):
-    """Those of pairs that keep everything, bit for bit; without dropout those of stock's schedule, too.
-
-    Of what an expert's tokens need, the dispatch alone is sent again: two transfers.
-    """
+    """Recomputation is bit-identical to pairs that keep activations; without dropout it agrees with stock."""
+    # An expert layer repeats only its dispatch: two transfers.
     *run, recomputed, others, again = RUNS[name]
     kept, ours = (step(pool, (*run, others), PAIRS, what) for what in ({}, recomputed))
     for before, after, layers in zip(kept, ours, again, strict=True):
         assert after["losses"] == before["losses"]
         assert after["gradients"].keys() == before["gradients"].keys()
-        if "norms" not in name:  # several operations here, whose gradients are rounded in another order
+        if "norms" not in name:  # the norms are several operations, which round gradients in another order
             assert all(
-                torch.equal(each, before["gradients"][weight]) for weight, each in after["gradients"].items()
+                torch.equal(gradient, before["gradients"][weight])
+                for weight, gradient in after["gradients"].items()
             )
         assert before["pieces"] == {"recompute_before": 0, "recompute_experts": 0}
         assert after["pieces"] == {"recompute_before": layers, "recompute_experts": layers}
-        launched, dispatches = (each["events"].count("launch") for each in (after, before))
+        launched, dispatches = (side["events"].count("launch") for side in (after, before))
         assert dispatches <= launched <= dispatches + 2 * layers
-        # The block of one layer is the first layer here, which is dense and sends nothing.
+        # With `block`, the recomputed layer is the first one, which is dense and sends no tokens.
         assert (launched > dispatches) == ("block" not in name and "behind" not in name)
     if "dropout" not in name and "TP2" not in name:
         stock = step(pool, (*run, others), {}, recomputed)
@@ -160,7 +159,7 @@ def test_losses_and_gradients(pool, name):
 
 @pytest.mark.parametrize("recomputed", [UNIFORM, pytest.param(MOE, marks=pytest.mark.full)])
 def test_losses_and_tokens_count_once(pool, recomputed):
-    """Auxiliary and z-loss, the indexer's loss, and tokens by which the experts' bias is moved."""
+    """Auxiliary and z-loss, the indexer loss, and the token counts of the expert bias count once."""
     counting = {
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.1,
@@ -189,12 +188,12 @@ def test_losses_and_tokens_count_once(pool, recomputed):
         assert before["indexers"].any()
         assert torch.equal(before["indexers"], after["indexers"])
         assert torch.equal(torch.stack(before["tokens"]), torch.stack(after["tokens"]))
-        assert int(before["tokens"][0].sum()) == 2 * SEQUENCE * 2  # microbatches, tokens, experts of each
+        assert int(before["tokens"][0].sum()) == 2 * SEQUENCE * 2  # microbatches x tokens x experts per token
 
 
 @pytest.mark.full
 def test_a_recomputed_layer_keeps_its_input(pool):
-    """Bytes of two more layers; beside the input where rows have gone, and states of random generators."""
+    # Bytes per layer, from two more layers: the input, the routing, and random states.
     size = 32
     bytes_of_input = 4 * SEQUENCE * size * 32
 
@@ -215,9 +214,9 @@ def test_a_recomputed_layer_keeps_its_input(pool):
 @pytest.mark.full
 @pytest.mark.parametrize("selecting", [1, 2])
 def test_layers_that_share_keep_one_selection(pool, selecting):
-    """Its indices alone come on top of the layers' inputs: once for the layers that read it, not for each."""
+    """Only the indices are kept in addition to layer inputs, once for all layers that read them."""
     size, topk = 32, 8
-    shared, own = (
+    shared, separate = (
         pool.run(
             f"{CASES}:kept",
             2,
@@ -227,17 +226,17 @@ def test_layers_that_share_keep_one_selection(pool, selecting):
         )[0]
         for frequency in (4 // selecting, 1)
     )
-    indices = selecting * size * SEQUENCE * topk * 8  # Megatron's are int64
-    # Kilobytes besides: an indexer that is not there keeps no rotary angles, and the first step of a process
-    # caches a mask. Kept for each layer that reads it, the selection would take twice the bytes or more.
-    assert shared - own == pytest.approx(indices, rel=0.1)
+    indices = selecting * size * SEQUENCE * topk * 8  # Megatron's indices are int64
+    # Some KB differ: an absent indexer keeps no rotary angles, and a process's first step caches a mask. A
+    # selection kept by each reader would take at least twice the bytes.
+    assert shared - separate == pytest.approx(indices, rel=0.1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sharded", [{}, {"fsdp2_shard_experts": True}], ids=["dense", "experts too"])
 @pytest.mark.parametrize("recomputed", [UNIFORM, MOE], ids=["layers", "experts"])
 def test_with_sharded_weights(pool, recomputed, sharded):
-    """Steps of FSDP2 with an optimizer, clipping, and multi-token prediction."""
+    """FSDP2 steps with an optimizer, clipping and multi-token prediction are bit-identical."""
     kept, ours = (
         pool.run(
             "tests.features.data_parallel.fsdp2.pairs_cases:train",
@@ -253,12 +252,12 @@ def test_with_sharded_weights(pool, recomputed, sharded):
 
 
 AHEAD = {
-    # name: ranks, layout, layers, microbatches, what is recomputed, ahead by rank: bubbles, in advance.
-    # One layer per chunk, 8 backwards. The first stage has 5 warmups and waits for 6 gradients, its first one
-    # and those of its cooldown; the last one has 3 warmups and waits for 2, the others being its own.
+    # name: ranks, layout, layers, microbatches, recomputation, ahead by rank (in bubbles, in advance). One
+    # layer per chunk, 8 backwards. The first stage has 5 warmups and waits for 6 gradients, its first
+    # one and the cooldown's. The last stage has 3 warmups and waits for 2; the others are its own.
     "PP2 x VPP2": (4, INTERLEAVED, 4, 4, UNIFORM, (6, 6, 2, 2), (8, 8, 4, 4)),
     "experts alone": (4, INTERLEAVED, 4, 4, MOE, (3, 3, 2, 2), (4, 4, 4, 4)),
-    # Two layers per chunk, of which the second reads what the first one has selected.
+    # Two layers per chunk; the second reads the first one's selection.
     "shared selections": (
         4,
         INTERLEAVED,
@@ -274,7 +273,7 @@ AHEAD = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", AHEAD)
 def test_ahead_of_the_gradient(pool, name):
-    """The same bits; what is recomputed in a bubble follows from the schedule's list."""
+    """Results are bit-identical; the schedule's list decides which recomputations run in a bubble."""
     ranks, layout, layers, microbatches, recomputed, bubbles, advance = AHEAD[name]
     in_place, *ahead = (
         step(
@@ -298,7 +297,7 @@ def test_ahead_of_the_gradient(pool, name):
 
 
 def test_rows_that_go_elsewhere_than_in_forward_are_an_error():
-    """The reversed combine has the order of the first forward: other rows would be taken for its own."""
+    """The reversed combine uses the first forward's order, so changed routing would mix up rows."""
     routing = torch.tensor([[True, False], [False, True]])
     again = Recomputed.__new__(Recomputed)
     again._layer = SimpleNamespace(layer_number=3)

@@ -1,4 +1,4 @@
-"""Combinations with paired forwards and backwards that are refused before training starts."""
+"""Settings that paired forwards and backwards refuse before training."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_two_backwards_of_the_embedding_need_a_release_that_counts_them(shared):
     assert "upgrade to 0.16 or omit --overlap-grad-reduce" in problem
     assert list(check_overlap(args, Options(counts_uses=True))) == []
     assert list(check_overlap(Namespace(**arguments, overlap_grad_reduce=False), old)) == []
-    args.pipeline_model_parallel_size = 2  # each has an embedding of its own
+    args.pipeline_model_parallel_size = 2  # each stage has a separate embedding
     assert list(check_overlap(args, old)) == []
 
 
@@ -102,10 +102,9 @@ def test_recomputation_of_whole_layers_is_served():
 
 
 def test_features_that_work_in_a_layers_forward_are_served_or_named():
-    """Every one that decorates it, and those with transfers of their own."""
-    # By what megatron/split_layers.py has them say.
+    # The features that megatron/split_layers.py supports.
     served = {"recompute-norm", "swap-attention", "record-collectives"}
-    # Routers count rows of no document there, which its page says.
+    # Routers do not count rows per document there, as documented on its page.
     served.add("pack-documents")
     whole = {
         feature.name
@@ -134,7 +133,7 @@ def test_older_releases_are_told_what_to_install(monkeypatch, release):
 
 
 def test_a_configuration_is_refused_too(pool):
-    """Jobs without Megatron's parser."""
+    """The config check covers jobs without Megatron's parser."""
     (error,) = pool.run(
         "tests.support.model:error_of",
         1,

@@ -65,7 +65,9 @@ QUICK = ["PP2 x VPP2", "first layer dense", "one stage, multi-token prediction",
 
 
 def memory_events_of(result):
-    """What memory features did; of what swaps only that it did: a piece's input is held by its node."""
+    """Return memory feature events; for swapping only whether it ran, because a node holds a piece's
+    input.
+    """
     counts = {name: count for name, count in result["counts"].items() if name in EVENTS.values()}
     return {**counts, SWAPPING: counts.get(SWAPPING, 0) > 0}
 
@@ -74,7 +76,7 @@ def memory_events_of(result):
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_losses_and_gradients(pool, tmp_path, name):
-    """In the order that the simulator says."""
+    """Training agrees with stock, in the simulator's order of events."""
     ranks, layout, microbatches, overrides, others = RUNS[name]
     trace = {"trace_schedule": str(tmp_path), "trace_schedule_step": 1}
     off, on = (
@@ -98,10 +100,12 @@ def test_losses_and_gradients(pool, tmp_path, name):
         assert memory_events_of(after) == memory_events_of(before)
         assert any(memory_events_of(after).values()) == ("recomputed" in name or "swapped" in name)
     assert any("launch" in rank["events"] for rank in on)
-    found = beside.compare(tmp_path, Megatron())
-    assert found.other_order == []
-    assert found.simulated.schedule.name.endswith("paired, +1 warmup")
-    pairs = [event for events in found.recorded.schedule.ranks for event in events if event.pair is not None]
+    comparison = beside.compare(tmp_path, Megatron())
+    assert comparison.other_order == []
+    assert comparison.simulated.schedule.name.endswith("paired, +1 warmup")
+    pairs = [
+        event for events in comparison.recorded.schedule.ranks for event in events if event.pair is not None
+    ]
     assert bool(pairs) == (microbatches > 1)
 
 
@@ -112,20 +116,20 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 @pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):
     """Every parameter is ready as often as in stock; an evaluation afterwards runs no pairs."""
-    for found in pool.run(f"{CASES}:three_steps", 2, distributed=distributed, **recomputed):
-        ours, theirs = found["ours"], found["theirs"]
+    for rank in pool.run(f"{CASES}:three_steps", 2, distributed=distributed, **recomputed):
+        ours, theirs = rank["ours"], rank["theirs"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
         assert ours["golden"] == theirs["golden"]
         transfers = 8 if recomputed else 6  # of the one MoE layer
-        assert found["launched"] == 3 * 3 * transfers  # steps, microbatches
+        assert rank["launched"] == 3 * 3 * transfers  # steps x microbatches
 
 
 @pytest.mark.full
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(chunks=st.integers(2, 3), wider=st.integers(0, 1), groups=st.integers(1, 2), rest=st.integers(0, 3))
 def test_no_shape_deadlocks(pool, tmp_path_factory, chunks, wider, groups, rest):
-    """PP2 with whatever stock accepts: every rank gets through its list, in the order of the simulator."""
+    """For every PP2 shape that stock accepts, all ranks finish their lists, in the simulator's order."""
     group = 2 + wider
     rest %= group
     folder = tmp_path_factory.mktemp("step")
@@ -147,7 +151,7 @@ def test_no_shape_deadlocks(pool, tmp_path_factory, chunks, wider, groups, rest)
 
 @pytest.mark.full
 def test_what_stock_refuses_stays_refused(pool):
-    """A last group of fewer microbatches than pipeline ranks."""
+    """A last group with fewer microbatches than pipeline ranks is refused by stock and by pairs."""
     stock, ours = (
         pool.run(
             "tests.support.model:error_of",
@@ -169,16 +173,16 @@ def test_what_stock_refuses_stays_refused(pool):
 
 @pytest.mark.full
 def test_evaluation_in_a_pipeline(pool):
-    """Forwards only, by the model's plain forward: the same bits, and no transfer in two halves."""
-    for found in pool.run(f"{CASES}:evaluated", 4):
-        assert found["ours"] == found["theirs"]
-        assert found["launched"] == 0
-    assert found["theirs"] != []  # of the last stage
+    """Forward-only steps use the model's plain forward: the same bits, and no split transfers."""
+    for rank in pool.run(f"{CASES}:evaluated", 4):
+        assert rank["ours"] == rank["theirs"]
+        assert rank["launched"] == 0
+    assert rank["theirs"] != []  # on the last stage
 
 
 @pytest.mark.full
 def test_an_embedding_with_two_backwards_per_microbatch(pool):
-    """The layer of multi-token prediction and the first one, in one chunk, under overlapped reduction."""
+    """The prediction layer and the first layer are in one chunk, with overlapped reduction."""
     for found in pool.run(f"{CASES}:three_steps", 2, distributed=True, mtp_num_layers=1):
         ours, theirs = found["ours"], found["theirs"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
@@ -194,7 +198,7 @@ OPTIMIZERS = {
 
 @pytest.mark.full
 def test_features_of_the_optimizer_change_nothing(pool):
-    """Bit for bit, with overlapped reduction and gathering of weights."""
+    """Results are bit-identical with overlapped gradient reduction and weight gathering."""
 
     def run(**switches):
         return pool.run(

@@ -1,4 +1,4 @@
-"""Rows that are moved on the second stream in pairs: the same bits, in an order that streams keep."""
+"""Permutations on the second stream in pairs: the same bits, with correct synchronization."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SWAPPED = {
 }
 THREE = {"num_layers": 3}
 RUNS = {
-    # name: layout, microbatches, model, other switches, permutations and unpermutations of each rank
+    # name: layout, microbatches, model, other switches, (permutations, unpermutations) per rank
     "first layer dense": ({}, 3, THREE, {}, [(6, 3)] * 2),
     "no shared expert": ({}, 2, {**THREE, "moe_shared_expert_intermediate_size": None}, {}, [(4, 2)] * 2),
     "TP2+SP": ({"tp": 2}, 2, {**THREE, "moe_shared_expert_gate": True}, {}, [(4, 2)] * 2),
@@ -62,7 +62,7 @@ QUICK = ("first layer dense",)
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_the_bits_of_pairs_on_one_stream(pool, name):
-    """The unpermutation of a chunk's last layer stays on the first stream."""
+    """Only the unpermutation of a chunk's last layer stays on the first stream."""
     layout, microbatches, overrides, others, expected = RUNS[name]
     one, two = (
         pool.run(
@@ -100,13 +100,13 @@ def test_the_bits_of_pairs_on_one_stream(pool, name):
 
 SWAPPING = {"swap_attention": True, "swap_attention_min_bytes": 0}
 REDUNDANT = {"first": {2, 5, 7, 11}, "second": {8, 13, 14, 16}}
-"""Waits that stand behind another one: nodes wait for the one before, which has waited, or for a transfer."""
+"""Redundant waits: the node before has already waited, or the wait follows a transfer."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("switches", [{}, pytest.param(SWAPPING, marks=pytest.mark.full)], ids=["", "swap"])
 def test_no_stream_reads_what_another_has_not_done(pool, switches):
-    """Nor is memory that one has made given away before the other is done with it."""
+    # Memory of one stream must also not be reused before the other stream is done with it.
     for found in pool.run(f"{CASES}:races", 2, switches=switches):
         assert found["races"] == found["freed early"] == []
         assert min(found["waits"][name] for name in ("first", "second")) > 10
@@ -143,7 +143,7 @@ def test_few_tokens_stay_on_the_first_stream(pool):
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", [UNIFORM, MOE, {}], ids=["layers", "experts", "nothing"])
 def test_nothing_more_is_kept_for_backward(pool, overrides):
-    """The norm's output, with which the permutation's graph begins, is kept anyway, or recomputed."""
+    """The norm's output, where the permutation's graph starts, is kept or recomputed anyway."""
     one, two = (
         pool.run(
             "tests.features.pipeline.fb_overlap.recomputed_steps:kept",

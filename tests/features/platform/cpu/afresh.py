@@ -1,4 +1,4 @@
-"""Programs in interpreters of their own."""
+"""Programs in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 
 
 def run(code: str, **environment: str) -> None:
-    """Run a program in a fresh interpreter; fail with what it wrote if it fails."""
+    """Run a program in a fresh interpreter; if it fails, fail with its output."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, **environment}

@@ -1,4 +1,4 @@
-"""Megatron's process groups made and destroyed again; runs in the pool's workers."""
+"""Worker functions: Megatron's process groups, created and destroyed repeatedly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support import contexts
 
 _LAYOUTS: list[dict[str, Any]] = [
     {"tensor_model_parallel_size": 2},
-    {"pipeline_model_parallel_size": 2},  # the second rank is in no group of position embeddings
+    {"pipeline_model_parallel_size": 2},  # the second rank is in no position embedding group
 ]
-if find_spec("einops"):  # Megatron asks for it as soon as there are hierarchical groups
+if find_spec("einops"):  # Megatron needs einops for hierarchical groups
     _LAYOUTS += [
         {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": [1, 2]},
         {"num_distributed_optimizer_instances": 2},
@@ -30,21 +30,21 @@ if find_spec("einops"):  # Megatron asks for it as soon as there are hierarchica
 
 
 def rounds(enabled: bool, count: int) -> list[tuple[int, int]]:
-    """Threads and process groups after each of ``count`` rounds of set-up, use and destruction."""
+    """Return the numbers of threads and process groups after each of ``count`` rounds."""
     from megatron.core import parallel_state
 
-    found = []
+    counts = []
     with mindspeed_dsa.enabled(mindspeed_platform="cpu") if enabled else contextlib.nullcontext():
         for number in range(count):
             parallel_state.initialize_model_parallel(**_LAYOUTS[number % len(_LAYOUTS)])
             dist.all_reduce(torch.ones(1000), group=parallel_state.get_tensor_and_data_parallel_group())
             parallel_state.destroy_model_parallel()
-            found.append(_left())
-    return found
+            counts.append(_left())
+    return counts
 
 
 def with_a_stream_of_high_priority() -> tuple[str, float]:
-    """Backend of the group that Megatron is told to give a stream of high priority, and a sum over it."""
+    """Return the backend of a group for which Megatron requests a high-priority stream, and a sum over it."""
     from megatron.core import parallel_state
 
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
@@ -58,13 +58,13 @@ def with_a_stream_of_high_priority() -> tuple[str, float]:
 
 
 def without_a_list() -> list[tuple[int, int]]:
-    """The same where Megatron keeps no list of its groups, with two that no variable holds; two ranks."""
+    """Run rounds in a Megatron without a list of its groups, with two unreferenced groups; on two ranks."""
     from megatron.core import parallel_state
 
     from mindspeed_dsa.features.platform.cpu.gloo import remember_group
 
     remembering = remember_group(parallel_state.create_group, contexts.context("cpu-platform"))
-    found = []
+    counts = []
     with (
         mindspeed_dsa.enabled(mindspeed_platform="cpu"),
         mock.patch.object(parallel_state, "create_group", remembering),
@@ -75,12 +75,14 @@ def without_a_list() -> list[tuple[int, int]]:
                 parallel_state.create_group([0])  # rank 1 gets a placeholder
             parallel_state._global_process_group_list = None
             parallel_state.destroy_model_parallel()
-            found.append(_left())
-    return found
+            counts.append(_left())
+    return counts
 
 
 def of_two_megatrons() -> tuple[float, list[bool]]:
-    """A sum over the second Megatron's group after the first one's are destroyed; which groups are left."""
+    """Return a sum over the second Megatron's group after the first one's are destroyed, and the remaining
+    groups.
+    """
     from mindspeed_dsa.features.platform.cpu.gloo import destroy_groups, remember_group
 
     first, second = (contexts.context("cpu-platform", root=root) for root in ("megatron", "corp_megatron"))
@@ -94,7 +96,7 @@ def of_two_megatrons() -> tuple[float, list[bool]]:
 
 
 def set_up_at_different_times() -> tuple[float, float]:
-    """When this rank had made all its groups, the second one being slow, and when it came back."""
+    """Return when this rank had made all its groups, the second rank being slow, and when it returned."""
     from megatron.core import parallel_state
 
     made = []
@@ -112,8 +114,10 @@ def set_up_at_different_times() -> tuple[float, float]:
 
 
 def nested() -> list[Any]:
-    """Groups in lists and dictionaries, as hierarchical and hybrid contexts keep them; two ranks."""
-    found = []
+    """Destroy groups in lists and dicts, as hierarchical and hybrid context parallelism keep them; on two
+    ranks.
+    """
+    counts = []
     for _ in range(2):
         with _set_up() as state:
             pair, alone = state.create_group([0, 1]), state.create_group([dist.get_rank()])
@@ -121,19 +125,19 @@ def nested() -> list[Any]:
             state._HYBRID_DP_CP_GROUPS = {2: pair}
             del pair, alone
             state.destroy_model_parallel()
-        found.append((*_left(), state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS, state._HYBRID_DP_CP_GROUPS))
-    return found
+        counts.append((*_left(), state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS, state._HYBRID_DP_CP_GROUPS))
+    return counts
 
 
 def what_is_not_megatrons() -> list[Any]:
-    """Sums over the caller's groups after a destruction, two of which stand in variables; two ranks."""
+    """Return sums over the caller's groups after a destruction; Megatron's variables hold two of them."""
     with _set_up() as state:
-        own, lent = dist.new_group([0, 1]), dist.new_group([0, 1])
+        callers, lent = dist.new_group([0, 1]), dist.new_group([0, 1])
         state._POSITION_EMBEDDING_GROUP = lent
         state._HYBRID_DP_CP_GROUPS = {2: dist.group.WORLD, 4: lent}
         state.destroy_model_parallel()
         sums = []
-        for group in (own, lent, dist.group.WORLD):
+        for group in (callers, lent, dist.group.WORLD):
             number = torch.tensor(dist.get_rank() + 1.0)
             dist.all_reduce(number, group=group)
             sums.append(number.item())
@@ -141,9 +145,11 @@ def what_is_not_megatrons() -> list[Any]:
 
 
 def destroyed_before(stores: list[str]) -> list[tuple[int, int, list[str]]]:
-    """Destruction after the caller destroyed a group or, if there are stores for new ones, the world."""
+    """Destroy groups after the caller has destroyed a group, or the world if ``stores`` for new ones are
+    given.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
-    found = []
+    counts = []
     for number in range(2):
         with _set_up() as state:
             if stores:
@@ -154,11 +160,11 @@ def destroyed_before(stores: list[str]) -> list[tuple[int, int, list[str]]]:
             for _ in range(2):
                 state.destroy_model_parallel()
             held = [name for name, value in vars(state).items() if isinstance(value, dist.ProcessGroup)]
-            found.append((*_left(), held))
+            counts.append((*_left(), held))
         if stores:
             store = dist.FileStore(stores[number], size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return found
+    return counts
 
 
 @contextlib.contextmanager
@@ -171,6 +177,6 @@ def _set_up() -> Iterator[Any]:
 
 
 def _left() -> tuple[int, int]:
-    """Threads of this process, of which each gloo group has three, and process groups that torch knows."""
+    """Return this process's number of threads, three per gloo group, and of process groups in torch."""
     gc.collect()
     return len(os.listdir("/proc/self/task")), len(distributed_c10d._world.pg_map)

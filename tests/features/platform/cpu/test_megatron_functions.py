@@ -1,4 +1,4 @@
-"""Megatron under the CPU platform's redirections."""
+"""Megatron functions under the CPU platform's redirections."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_softmax_takes_the_torch_path(redirected):
 
 
 def test_a_writer_of_checkpoints_is_forked_for_each_save(redirected):
-    """A persistent one begins with a device, of which there is none, and training changes what it reads."""
+    # A persistent writer needs a device, and training would change the tensors that it reads.
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, TemporalAsyncCaller
 
     queue = AsyncCallsQueue(persistent=True)

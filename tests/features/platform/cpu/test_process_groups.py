@@ -1,4 +1,4 @@
-"""Process groups of Megatron end with ``destroy_model_parallel``, and with them the threads of gloo."""
+"""``destroy_model_parallel`` ends Megatron's process groups and gloo's threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_threads_stay_the_same_over_ten_rounds(pool):
 
 
 def test_threads_grow_without_the_platform(pool):
-    """What the case above would see if nothing were done."""
+    """Without the platform, threads grow; otherwise the test above would prove nothing."""
     for left in pool.run(f"{CASES}:rounds", 2, enabled=False, count=ROUNDS):
         threads, groups = zip(*left, strict=True)
         assert groups[-1] > groups[0] > 1
@@ -29,7 +29,7 @@ def test_threads_grow_without_the_platform(pool):
 
 
 def test_groups_with_options_of_nccl_are_gloos(pool):
-    """``--use-torch-fsdp2`` asks for them; a torch without NCCL has no class of such options."""
+    """``--use-torch-fsdp2`` requests NCCL options, but a torch without NCCL has no class for them."""
     assert pool.run(f"{CASES}:with_a_stream_of_high_priority", 2) == [("gloo", 2.0)] * 2
 
 
@@ -44,9 +44,9 @@ def test_groups_of_another_megatron_survive(pool):
 
 
 def test_nobody_comes_back_while_others_still_connect(pool):
-    """A rank that destroyed its groups at once would cut off the others."""
-    found = pool.run(f"{CASES}:set_up_at_different_times", 2)
-    assert min(back for _, back in found) >= max(made for made, _ in found)
+    """No rank returns early, because a rank that destroyed its groups at once would disconnect the others."""
+    times = pool.run(f"{CASES}:set_up_at_different_times", 2)
+    assert min(back for _, back in times) >= max(made for made, _ in times)
 
 
 def test_groups_in_lists_and_dictionaries_are_let_go(pool):

@@ -1,4 +1,4 @@
-"""What the CPU platform redirects, and that undo leaves nothing."""
+"""Redirections of the CPU platform, and their complete undo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HOST = torch.device("cpu")
 
 
 def owners() -> dict[str, dict[str, object]]:
-    """Every dictionary that a row for torch may change, and those close to them."""
+    """Return every dict that a patch for torch may change, and related ones."""
     modules = ["torch", "torch.cuda", "torch.jit._builtins", "torch.distributed", "torch.utils._device"]
     modules += [f"torch.cuda.{name}" for name in ("memory", "streams", "random", "graphs", "nvtx")]
     modules += ["torch.distributed.distributed_c10d"]
-    found = {name: vars(sys.modules[name]) for name in modules}
+    namespaces = {name: vars(sys.modules[name]) for name in modules}
     for cls in (torch.Tensor, torch.nn.Module, torch._C.TensorBase, torch.nn.Parameter):
-        found[cls.__qualname__] = dict(vars(cls))
-    return found
+        namespaces[cls.__qualname__] = dict(vars(cls))
+    return namespaces
 
 
 def snapshot() -> dict[str, dict[str, int]]:
@@ -34,7 +34,9 @@ def snapshot() -> dict[str, dict[str, int]]:
 
 def test_undo_leaves_the_very_same_objects():
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
-        torch.zeros(1, device="cuda").cuda()  # what torch fills in on first use is not the question
+        torch.zeros(
+            1, device="cuda"
+        ).cuda()  # torch fills caches on first use, which is not part of this test
     before = snapshot()
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
         changed = snapshot()

@@ -1,4 +1,4 @@
-"""Under the CPU platform's redirections torch itself goes on working."""
+"""torch itself keeps working under the CPU platform's redirections."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_torch_without_torchscript_has_no_table_to_fill(monkeypatch):
 
     filled = []
     monkeypatch.setattr(torch.utils._device, "_device_constructors", lambda: filled.append("constructors"))
-    monkeypatch.setitem(sys.modules, "torch.jit._builtins", None)  # an ImportError, as where it is gone
+    monkeypatch.setitem(sys.modules, "torch.jit._builtins", None)  # an ImportError, as in a torch without it
     torch_functions.fill_tables()
     assert filled == ["constructors"]
     monkeypatch.delattr(torch.utils._device, "_device_constructors")
@@ -68,7 +68,7 @@ def test_a_torch_without_torchscript_has_no_table_to_fill(monkeypatch):
 
 @pytest.mark.full
 def test_tables_filled_while_redirected_serve_afterwards(tmp_path):
-    """torch fills look-up tables on first use; in a fresh process that is under our redirections."""
+    # torch fills look-up tables on first use. In a fresh process, that happens under the redirections.
     (tmp_path / "functions.py").write_text(
         "import torch\n"
         "def plus(x: torch.Tensor) -> torch.Tensor:\n    return torch.zeros(2) + torch.ones_like(x) + x\n"

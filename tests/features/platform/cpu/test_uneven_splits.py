@@ -1,4 +1,4 @@
-"""What expert parallelism needs of gloo: numbers for split sizes, and splits of different sizes."""
+"""Gloo collectives of expert parallelism: split sizes as numbers, and splits of different sizes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from tests.support.pool import WorkerPool
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def gather(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather rows of all ranks, ``sizes[rank]`` of each; ``(gathered, gradient of this rank's rows)``.
+    """Gather ``sizes[rank]`` rows of each rank; return ``(gathered, gradient of this rank's rows)``.
 
-    The loss of each rank is its rank plus one times the ``weights``, ``[sum(sizes), 3]``.
+    Rank ``r`` has the loss ``(r + 1) * weights``, with ``weights`` ``[sum(sizes), 3]``.
     """
     mappings = _mappings()
     rank = dist.get_rank()
@@ -28,10 +28,9 @@ def gather(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def reduce_scatter(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up ``(rank + 1) * weights`` over ranks and keep this rank's rows; ``(rows, gradient)``.
+    """Sum ``(rank + 1) * weights`` over ranks and keep this rank's rows; return ``(rows, gradient)``.
 
-    The gradient is that of what went in; the loss of each rank is its rank plus one times the sum of its
-    rows.
+    The gradient is with respect to the input. Rank ``r`` has the loss ``(r + 1)`` times the sum of its rows.
     """
     mappings = _mappings()
     rank = dist.get_rank()
@@ -45,7 +44,7 @@ def reduce_scatter(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tenso
 
 
 def expert_splits() -> list[str]:
-    """Types of what the token dispatcher gets for its split sizes."""
+    """Return the types of the split sizes that the token dispatcher gets."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(mindspeed_platform="cpu")

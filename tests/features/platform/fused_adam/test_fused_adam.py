@@ -1,4 +1,4 @@
-"""Adam's step in one operator: the same training, and nothing of it in checkpoints."""
+"""Fused Adam steps: the same training, and no trace in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mindspeed_dsa.features.platform.without_apex import functions
 from mindspeed_dsa.features.platform.without_apex.feature import FUSED_ADAM
 from tests.support.optimizer_job import build, drawn_gradients, gather, step
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def train(switches: Mapping[str, Any] | None, loads: bool, **options: Any) -> dict[str, Any]:
-    """Three steps with given gradients, between two of which the state may be saved and loaded.
+    """Take three steps with given gradients; with ``loads``, save and load the state before the last one.
 
     Returns:
-        Weights, calls of the fused operator, and what groups say of it between steps.
+        weights, calls of the fused operator, and the param groups' flags between steps.
     """
     job = build(switches, **options)
-    # Models of every precision; the operator has a function for each form of weight decay.
+    # One entry for all precisions and for both forms of weight decay.
     with mock.patch.object(torch, "_fused_adamw_", wraps=torch._fused_adamw_) as fused:
         for number in range(3):
             if number == 2 and loads:
@@ -65,7 +65,7 @@ def test_same_training(pool, layout, loads):
     assert ours["steps"] == theirs["steps"]
     assert set(ours["steps"]) == {3.0}
     for name, weight in theirs["weights"].items():
-        # bf16 weights of a master that differs in the last bit may round to its neighbour.
+        # A bf16 weight may round to the neighbour if its master differs in the last bit.
         rtol = 1e-6 if weight.dtype == torch.float32 else 8e-3
         torch.testing.assert_close(ours["weights"][name], weight, rtol=rtol, atol=1e-6)
 
@@ -105,7 +105,7 @@ def test_groups_are_as_they_were_when_a_step_fails():
     with pytest.raises(ValueError, match="out of luck"):
         functions.step_in_one_operator(unlucky)(megatrons)
     assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
-    # Other optimizers step as they do.
+    # Other optimizers step unchanged.
     assert (
         functions.step_in_one_operator(lambda self: "stepped")(SimpleNamespace(optimizer=object()))
         == "stepped"
@@ -113,7 +113,7 @@ def test_groups_are_as_they_were_when_a_step_fails():
 
 
 def test_an_npu_without_the_operators_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once, before a step: the first one would end in torch's own error."""
+    # Checked once before the first step, which would otherwise end in torch's own error.
     monkeypatch.setattr(functions, "_absent", lambda: True)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight])

@@ -19,7 +19,7 @@ from mindspeed_dsa.features.platform.without_apex.functions import Kernels
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN, built
 from tests.support import model as job
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def step(
@@ -30,15 +30,15 @@ def step(
     overlap: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Gradients of two microbatches, and how many of them the linear layers have added.
+    """Return the gradients of two microbatches, and the number of gradients that linear layers added.
 
     Args:
-        switches: what is switched on.
-        overrides: of the configuration.
-        fusion: Megatron's ``gradient_accumulation_fusion``.
-        dtype: of weights.
-        overlap: gradients are reduced while backward runs.
-        **layout: sizes of groups.
+        switches: feature switches.
+        overrides: config fields that differ from the model's.
+        fusion: value of Megatron's ``gradient_accumulation_fusion``.
+        dtype: dtype of the weights.
+        overlap: whether gradients are reduced during backward.
+        **layout: parallel sizes.
     """
     job.start(switches, **layout)
     kind = getattr(torch, dtype)
@@ -83,7 +83,7 @@ def test_same_gradients(pool, overrides, switches, layout):
     on = pool.run(f"{CASES}:step", ranks, switches={**switches, SWITCH: True}, fusion=True, **asked)
     for before, after in zip(off, on, strict=True):
         assert not before["added"]
-        # Two layers with two linear layers of attention and two of the MLP, and the output layer, twice.
+        # Two microbatches, each with two layers of two attention and two MLP linears, and the output layer.
         assert len(after["added"]) >= 2 * (2 * 4 + 1)
         assert before["gradients"].keys() == after["gradients"].keys()
         for name, gradient in before["gradients"].items():

@@ -1,4 +1,4 @@
-"""The norm of all gradients without Apex: Megatron's to the bit, and nothing is read for it."""
+"""The global gradient norm without Apex: bit-identical to Megatron's, without host reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 
 class Reads(TorchDispatchMode):
-    """Count of numbers that the host reads from tensors."""
+    """Counts the numbers that the host reads from tensors."""
 
     count = 0
 
@@ -43,14 +43,14 @@ def test_same_norm_without_reading(parameters):
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
         assert clip_grads.l2_norm_impl is not theirs
         with Reads() as reads:
-            found, none = clip_grads.l2_norm_impl(2048 * 32, torch.zeros(1), [grads], False)
+            norm, none = clip_grads.l2_norm_impl(2048 * 32, torch.zeros(1), [grads], False)
         assert none is None
         assert reads.count == 0
         with Reads() as reads:
             expected, _ = theirs(2048 * 32, torch.zeros(1), [grads], False)
-        assert reads.count >= 1  # and, on a device, one for each parameter
-    assert found.dtype == expected.dtype
-    assert torch.equal(found, expected)
+        assert reads.count >= 1  # one read here; on a device, one per parameter
+    assert norm.dtype == expected.dtype
+    assert torch.equal(norm, expected)
     assert clip_grads.l2_norm_impl is theirs
 
 

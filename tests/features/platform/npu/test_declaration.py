@@ -1,4 +1,4 @@
-"""Which redirections a job on an NPU has, by its declaration."""
+"""Redirections that are active on an NPU, by their declarations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ON_THE_PLATFORM = {
 @pytest.mark.parametrize("platform", ON_THE_PLATFORM)
 def test_redirections_of_each_platform(platform):
     settings = SimpleNamespace(platform=platform, transformer_impl=None)
-    found = {
+    active = {
         feature.name for feature in shipped() if feature.platform_support and feature.is_active(settings)
     }
-    assert found - {"local-modules"} == ON_THE_PLATFORM[platform]
+    assert active - {"local-modules"} == ON_THE_PLATFORM[platform]
 
 
 def test_rows_of_both_platforms_are_declared_once():

@@ -1,4 +1,4 @@
-"""Calls that HCCL refuses, on tensors of the host that say that they are an NPU's."""
+"""Calls that HCCL refuses, tested with host tensors that claim to be on an NPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_dsa.features.platform.npu import hccl
 
 
 class OnNpu(torch.Tensor):
-    """Tensor of the host whose device is called an NPU."""
+    """Host tensor that says its device is an NPU."""
 
     @property
     def device(self) -> Any:
@@ -22,7 +22,7 @@ class OnNpu(torch.Tensor):
 
 
 def refusing(asked: list[torch.dtype]):
-    """Return HCCL's reduction, which has no fp64; ``asked`` gets the dtypes that reach it."""
+    """Return a stand-in for HCCL's reduction without fp64; ``asked`` collects the dtypes that reach it."""
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         asked.append(tensor.dtype)
@@ -33,12 +33,12 @@ def refusing(asked: list[torch.dtype]):
     return all_reduce
 
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def reduce(shape: list[int], asynchronous: bool) -> dict[str, torch.Tensor]:
-    """Reduce fp64 numbers of every rank by each operation; results by its name."""
-    found = {}
+    """Reduce fp64 numbers of all ranks by each operation; return results by its name."""
+    results = {}
     for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
         asked: list[torch.dtype] = []
         all_reduce = hccl.reduce_doubles(refusing(asked))
@@ -48,12 +48,12 @@ def reduce(shape: list[int], asynchronous: bool) -> dict[str, torch.Tensor]:
         if work is not None:
             work.wait()
         assert asked == []
-        found[name] = numbers.as_subclass(torch.Tensor)
-    return found
+        results[name] = numbers.as_subclass(torch.Tensor)
+    return results
 
 
 def leave_others() -> list[torch.dtype]:
-    """Return the dtypes of what is left to HCCL: other dtypes, the host's tensors, other operations."""
+    """Return the dtypes of calls passed on to HCCL: other dtypes, host tensors and other operations."""
     asked: list[torch.dtype] = []
     all_reduce = hccl.reduce_doubles(refusing(asked))
     whole = torch.ones(2).as_subclass(OnNpu)
@@ -82,10 +82,10 @@ def test_doubles_are_reduced_to_the_bit(pool, shape, asynchronous):
         "MAX": rows.amax(0),
         "PRODUCT": rows.prod(0),
     }
-    for found in pool.run(f"{CASES}:reduce", 2, shape=shape, asynchronous=asynchronous):
+    for results in pool.run(f"{CASES}:reduce", 2, shape=shape, asynchronous=asynchronous):
         for name, numbers in expected.items():
-            assert found[name].dtype == torch.float64
-            assert torch.equal(found[name], numbers), name
+            assert results[name].dtype == torch.float64
+            assert torch.equal(results[name], numbers), name
 
 
 def test_hccl_keeps_what_it_takes(pool):

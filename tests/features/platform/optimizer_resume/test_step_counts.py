@@ -1,4 +1,4 @@
-"""The distributed optimizer on torch's Adam goes on as if it had never stopped."""
+"""The distributed optimizer on torch's Adam resumes as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils._pytree import tree_map_only
 import mindspeed_dsa
 from tests.support import third_party
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def train_and_resume(layout: str, platform: str = "cpu") -> dict[str, list[torch.Tensor]]:
-    """Four steps of the distributed optimizer at one go, and taken over by a new one after the second.
+    """Take four steps with the distributed optimizer; repeat the last two with a new one from saved state.
 
     Args:
-        layout: how Megatron lays the moments out, ``dp_zero`` or ``dp_reshardable``.
-        platform: of the job; tests of the NPU call this too.
+        layout: Megatron's format of the moments, ``dp_zero`` or ``dp_reshardable``.
+        platform: platform of the job; NPU tests call this function, too.
 
     Returns:
-        Weights at the end: ``unbroken`` and ``resumed``; ``steps`` counted for each parameter.
+        weights at the end, ``unbroken`` and ``resumed``, and ``steps`` counted per parameter.
     """
     from megatron.core import parallel_state
 
@@ -40,7 +40,7 @@ def train_and_resume(layout: str, platform: str = "cpu") -> dict[str, list[torch
             unbroken = [parameter.detach().clone() for parameter in model.parameters()]
 
             model, optimizer = _build()
-            fresh = optimizer.state_dict()  # Megatron asks for it before it reads a checkpoint
+            fresh = optimizer.state_dict()  # Megatron calls it before it reads a checkpoint
             assert {group["step"] for group in fresh["optimizer"]["param_groups"]} == {0.0}
             if layout == "dp_reshardable":
                 _as_read(moments)
@@ -89,7 +89,7 @@ def _cloned(state: Any) -> Any:
 
 
 def _as_read(moments: dict[Any, Any]) -> None:
-    """What a checkpoint makes of this layout: steps are not stored, the reader finds its own there."""
+    """Change moments as a checkpoint of this format would: it stores no steps, so the reader's own stay."""
     buffers = [buckets for buffer, buckets in moments.items() if isinstance(buffer, int)]
     for bucket in (bucket for buckets in buffers for lists in buckets.values() for bucket in lists):
         for shard in bucket:
@@ -104,7 +104,7 @@ CASES = "tests.features.platform.optimizer_resume.test_step_counts"
 @pytest.mark.parametrize("layout", ["dp_zero", "dp_reshardable"])
 def test_a_resumed_run_equals_an_unbroken_one(pool, layout):
     ranks = pool.run(f"{CASES}:train_and_resume", 2, layout=layout)
-    for found in ranks:
-        assert {step.item() for step in found["steps"]} == {4.0}
-        assert any(not torch.equal(weight, torch.zeros_like(weight)) for weight in found["unbroken"])
-        assert all(map(torch.equal, found["unbroken"], found["resumed"]))
+    for rank in ranks:
+        assert {step.item() for step in rank["steps"]} == {4.0}
+        assert any(not torch.equal(weight, torch.zeros_like(weight)) for weight in rank["unbroken"])
+        assert all(map(torch.equal, rank["unbroken"], rank["resumed"]))

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_transfers.py`` do."""
+"""Worker functions of ``test_transfers.py``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 import mindspeed_dsa
 from tests.support import contexts
 
-_ELEMENTS = 1 << 14  # 64 KiB: comes from the heap, and its place is taken by the next tensor of that size
+_ELEMENTS = 1 << 14  # 64 KiB: allocated from the heap, so the next tensor of that size reuses the memory
 _PATIENCE = datetime.timedelta(seconds=60)
 _MICROBATCHES, _BATCH, _SEQUENCE, _VOCABULARY, _LAYERS, _STEPS = 8, 2, 16, 64, 8, 3
 
 
 @contextlib.contextmanager
 def platform(repaired: bool) -> Iterator[None]:
-    """The CPU platform, with Megatron's own P2P functions if not ``repaired``."""
+    """Use the CPU platform, with Megatron's own P2P functions unless ``repaired``."""
     from mindspeed_dsa.features.platform.cpu.feature import CPU, P2P_ORDERING
     from mindspeed_dsa.patches import Claim, PatchManager
 
@@ -53,10 +53,10 @@ def _p2p(name: str, **tensors: torch.Tensor | None) -> Any:
 
 
 def send_then_free(repaired: bool) -> float | None:
-    """Rank 0 starts a send of sevens and frees the tensor as the schedule does; rank 1 receives later.
+    """Send sevens from rank 0 and free the tensor as the schedule does; rank 1 receives later.
 
     Returns:
-        On rank 1: share of what arrived that is seven.
+        on rank 1, the share of received elements that are seven.
     """
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
@@ -65,7 +65,7 @@ def send_then_free(repaired: bool) -> float | None:
             activation = torch.full((_ELEMENTS,), 7.0)
             work = _p2p("_p2p_ops", tensor_send_next=activation)["send_next"]
             deallocate_output_tensor(activation, deallocate_pipeline_outputs=True)
-            others = [torch.full((_ELEMENTS,), -1.0) for _ in range(4)]  # the next microbatch's tensors
+            others = [torch.full((_ELEMENTS,), -1.0) for _ in range(4)]  # tensors of the next microbatch
             dist.barrier()
             work.wait()
             assert all(torch.equal(other, torch.full_like(other, -1.0)) for other in others)
@@ -77,10 +77,10 @@ def send_then_free(repaired: bool) -> float | None:
 
 
 def exchange_both_ways(repaired: bool) -> tuple[float, float]:
-    """Each rank sends its activation (10 + rank) on and its gradient (20 + rank) back, in one batch.
+    """Send an activation (10 + rank) forward and a gradient (20 + rank) back in one batch, on both ranks.
 
     Returns:
-        Activation and gradient received.
+        the received activation and gradient.
     """
     with platform(repaired):
         rank = dist.get_rank()
@@ -99,7 +99,7 @@ def exchange_both_ways(repaired: bool) -> tuple[float, float]:
 
 
 def forget_a_send() -> float | None:
-    """Rank 0 drops the handle of a send and leaves the schedule; rank 1 receives afterwards."""
+    """Drop a send's handle on rank 0 and leave the schedule; rank 1 receives afterwards."""
     from mindspeed_dsa.features.platform.cpu.gloo import _pending, complete_sends
 
     context = contexts.context("cpu-platform")
@@ -107,7 +107,7 @@ def forget_a_send() -> float | None:
     def schedule() -> None:
         _p2p("_p2p_ops", tensor_send_next=torch.full((4,), 5.0))["send_next"].wait()
         _p2p("_p2p_ops", tensor_send_next=torch.full((_ELEMENTS,), 7.0))
-        assert len(_pending[context.megatron]) == 1  # the one that was waited for is not kept
+        assert len(_pending[context.megatron]) == 1  # the send that was waited for is not kept
 
     with platform(repaired=True):
         if dist.get_rank() == 0:
@@ -124,17 +124,17 @@ def forget_a_send() -> float | None:
 
 
 def train(pipeline: int, chunks: int | None, overlap: bool, evaluate: bool = False) -> dict[str, Any]:
-    """Train a small GPT model for a few steps; weights depend on their names, data on the step.
+    """Train a small GPT model for a few steps; weights depend on their names, data on the step.
 
     Args:
         pipeline: pipeline parallel size; the remaining ranks repeat the same data.
-        chunks: model chunks per rank, ``None`` for a plain pipeline.
-        overlap: overlapped P2P.
-        evaluate: end with a forward-only pass.
+        chunks: number of model chunks per rank, ``None`` for a plain pipeline.
+        overlap: whether P2P transfers are overlapped.
+        evaluate: whether the run ends with a forward-only pass.
 
     Returns:
-        ``losses``, ``grad_norms`` per step (of the whole model, the same on every rank), ``weights`` by
-        global name as this rank holds them, ``evaluation`` loss.
+        ``losses`` and ``grad_norms`` per step (of the complete model, the same on every rank), this rank's
+        ``weights`` by global name, and the ``evaluation`` loss.
     """
     from megatron.core import parallel_state
 
@@ -145,22 +145,22 @@ def train(pipeline: int, chunks: int | None, overlap: bool, evaluate: bool = Fal
             mindspeed_dsa.finalize()
             weights = {_global_name(part, name): p for part in model for name, p in part.named_parameters()}
             optimizer = torch.optim.SGD(weights.values(), lr=0.5)
-            found: dict[str, Any] = {"losses": [], "grad_norms": []}
+            results: dict[str, Any] = {"losses": [], "grad_norms": []}
             for step in range(_STEPS):
                 optimizer.zero_grad()
                 loss = _run_schedule(model, step)
                 squares = sum((p.grad.double() ** 2).sum() for p in weights.values())
                 totals = torch.stack([loss, squares])
                 dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
-                found["losses"].append(totals[0].item())
-                found["grad_norms"].append(totals[1].sqrt().item())
+                results["losses"].append(totals[0].item())
+                results["grad_norms"].append(totals[1].sqrt().item())
                 optimizer.step()
             if evaluate:
                 loss = _run_schedule(model, _STEPS, forward_only=True)
                 dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
-                found["evaluation"] = loss.item()
-            found["weights"] = {name: p.detach().clone() for name, p in weights.items()}
-            return found
+                results["evaluation"] = loss.item()
+            results["weights"] = {name: p.detach().clone() for name, p in weights.items()}
+            return results
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -207,7 +207,7 @@ def _build(pipeline: int, chunks: int | None, overlap: bool) -> list[Any]:
 
 
 def _global_name(part: Any, name: str) -> str:
-    """The parameter's name with the layer's number in the whole model."""
+    """Return a parameter's name with the layer's number in the complete model."""
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(part.decoder.layers[int(words[2])].layer_number)
@@ -222,7 +222,7 @@ def _fill(parameter: torch.Tensor, name: str) -> None:
 
 
 def _run_schedule(model: list[Any], step: int, forward_only: bool = False) -> torch.Tensor:
-    """One pass over all microbatches; the mean loss on the last stage, 0 elsewhere (float64)."""
+    """Run one pass over all microbatches; return the mean loss on the last stage, 0 elsewhere (float64)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     generator = torch.Generator().manual_seed(step)

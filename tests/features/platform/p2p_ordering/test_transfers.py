@@ -1,4 +1,4 @@
-"""Pipelines over gloo compute what one process computes, overlapped or not."""
+"""Pipelines over gloo compute the same as one process, overlapped or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_send_survives_the_freeing_of_its_tensor(pool):
 
 
 def test_without_the_repair_freed_memory_is_sent(pool):
-    """The defect itself; when this fails, Megatron or torch has mended it and the repair can go."""
+    """Shows the defect; if this fails, Megatron or torch has fixed it and the repair can go."""
     assert pool.run(f"{CASES}:send_then_free", 2, repaired=False)[1] < 1.0
 
 
@@ -46,11 +46,11 @@ def test_interleaved_pipelines_train_as_one_process_does(pool, one_process, pipe
         f"{CASES}:train", pipeline, pipeline=pipeline, chunks=chunks, overlap=overlap, evaluate=True
     )
     weights = {}
-    for found in ranks:
-        assert found["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
-        assert found["grad_norms"] == pytest.approx(one_process["grad_norms"], rel=1e-5)
-        assert found["evaluation"] == pytest.approx(one_process["evaluation"], rel=1e-5)
-        weights.update(found["weights"])
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
+        assert rank["grad_norms"] == pytest.approx(one_process["grad_norms"], rel=1e-5)
+        assert rank["evaluation"] == pytest.approx(one_process["evaluation"], rel=1e-5)
+        weights.update(rank["weights"])
     assert weights.keys() == one_process["weights"].keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, one_process["weights"][name], rtol=1e-5, atol=1e-6, msg=name)

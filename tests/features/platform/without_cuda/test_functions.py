@@ -1,4 +1,4 @@
-"""Functions of CPUs and NPUs in the place of CUDA's names and kernels."""
+"""Functions for CPUs and NPUs in place of CUDA's names and kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support import contexts
 
 @pytest.fixture
 def on_npu(monkeypatch):
-    """Say that the job runs on an NPU, of which no tensor is here."""
+    """Pretend that the job runs on an NPU; no tensor is on one."""
     memory = SimpleNamespace(total=64, free=24)
     platform = SimpleNamespace(name="npu", device_type="npu", memory=lambda: memory)
     monkeypatch.setattr(platforms, "current", lambda: platform)
 
 
 def typed(device_type: str, conversions: list[Any]) -> Any:
-    """Return a tensor of a device, and torch_npu's ``Tensor.type``, which knows no name of CUDA's."""
+    """Return a tensor of a device, and torch_npu's ``Tensor.type``, which knows no CUDA names."""
     tensor = SimpleNamespace(device=SimpleNamespace(type=device_type))
     prefix = "torch.npu." if device_type == "npu" else "torch."
 
