@@ -7,22 +7,23 @@ from setuptools import find_namespace_packages, setup
 README = Path(__file__).with_name("README.md")
 
 EXTRAS = {
-    # What megatron-core imports on a machine without an accelerator; torch from the oldest to the newest
-    # release that the tests were run on (docs/design/compatibility.md). `tokenizers` reads the Hugging
-    # Face tokenizer file that the example job accepts.
+    # Packages that megatron-core imports on a machine without an accelerator; torch from the oldest to the
+    # newest release tested (docs/design/compatibility.md). `tokenizers` reads the Hugging Face tokenizer file
+    # that the example job accepts.
     "megatron": ["torch>=2.7,<2.15", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     # Fused RMSNorm and SwiGLU on GPUs.
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
-    # Hugging Face's files, of which DeepSeek's may have factors in F8_E8M0; progress of `weights`.
+    # Hugging Face's files (DeepSeek's may have factors in F8_E8M0), and progress bars of `weights`.
     "weights": ["safetensors>=0.6.2", "tqdm"],
-    # The CRC-32 of zlib, of four times as many bytes a second, for manifests of checkpoints.
+    # CRC-32 at four times zlib's rate, for manifests of checkpoints.
     "checkpoints": ["isal>=1.7"],
-    # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
+    # Parser of shell scripts, for `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
-    # Hugging Face's DeepSeek-V3.2 and GLM-5 on these operators, and what trains them.
+    # Hugging Face's DeepSeek-V3.2 and GLM-5 on these operators, and a trainer for them.
     "transformers": ["torch>=2.7,<2.16", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
-    # The release whose converters change configurations; the older one is served as well. Its modules import
+    # Release whose converters change configurations; the older one also works. Its modules import Triton on
+    # every machine.
     # Triton on every machine.
     "torchtitan": [
         "torch>=2.13,<2.15",
@@ -39,10 +40,10 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "hypothesis",
         "triton>=3.3; platform_system == 'Linux'",
-        "transformers>=5.20,<6",  # DeepSeek-V3.2 and GLM-5 as Hugging Face has them
-        "psutil",  # Megatron's writer of checkpoints in processes of their own asks it for memory
+        "transformers>=5.20,<6",  # Hugging Face's DeepSeek-V3.2 and GLM-5
+        "psutil",  # Megatron's multi-process writer of checkpoints queries memory with it
         "setuptools>=77",  # builds examples/plugin without the network
-        "build",  # the wheel that tests install
+        "build",  # builds the wheel that tests install
     ],
 }
 EXTRAS["test"] += [*EXTRAS["checkpoints"], *EXTRAS["migrate"], *EXTRAS["weights"]]
@@ -56,7 +57,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
-    # Folders of features need no __init__.py: their feature.py says everything.
+    # Folders of features need no __init__.py: their feature.py is enough.
     packages=find_namespace_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"], exclude=["*.__pycache__"]),
     package_data={
         "mindspeed_dsa": ["py.typed"],

@@ -87,14 +87,14 @@ def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
     """
     sizes = QUICK if quick else Sizes()
     with LinkBed(2, link, wide=True) as bed:
-        found = bed.run("benchmarks.fsdp2:over_the_link", sizes=sizes)[0]
+        metrics = bed.run("benchmarks.fsdp2:over_the_link", sizes=sizes)[0]
     with LinkBed(4, None, cores=[0, 1, 0, 1]) as bed:  # nothing is timed
         ratios = [bed.run("benchmarks.fsdp2:expert_bytes", grouped=grouped) for grouped in (False, True)]
-    found["expert_bytes_ratio"] = max(ratio for of_ranks in ratios for ratio in of_ranks)
+    metrics["expert_bytes_ratio"] = max(ratio for of_ranks in ratios for ratio in of_ranks)
     with LinkBed(2, None) as bed:
-        found |= bed.run("benchmarks.fsdp2:beside_ddp", sizes=sizes)[0]
-    print(f"fsdp2: {found}", file=sys.stderr, flush=True)
-    return {"link": link, **found}
+        metrics |= bed.run("benchmarks.fsdp2:beside_ddp", sizes=sizes)[0]
+    print(f"fsdp2: {metrics}", file=sys.stderr, flush=True)
+    return {"link": link, **metrics}
 
 
 def over_the_link(sizes: Sizes) -> dict[str, Any]:

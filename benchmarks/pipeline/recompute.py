@@ -44,7 +44,7 @@ def metrics(of_ranks: Sequence[Mapping[str, Any]], caution: str | None = None) -
         of_ranks: results of :func:`measure` by rank.
         caution: reservation about these figures.
     """
-    again = 1e3 * statistics.mean(each["again"] for each in of_ranks if each["again"] is not None)
+    again = 1e3 * statistics.mean(result["again"] for result in of_ranks if result["again"] is not None)
     # Prefer medians: a difference of two least times is chance twice.
     median = {name: 1e3 * timing.median for name, timing in of_ranks[0]["times"].items()}
     least = {name: 1e3 * timing.wall for name, timing in of_ranks[0]["times"].items()}
@@ -60,7 +60,7 @@ def metrics(of_ranks: Sequence[Mapping[str, Any]], caution: str | None = None) -
         "milliseconds_median": median,
         "milliseconds": least,
         "chunk_recompute_milliseconds": again,
-        "deviation": max(each["deviation"] for each in of_ranks),
+        "deviation": max(result["deviation"] for result in of_ranks),
         **({"caution": caution} if caution else {}),
     }
 

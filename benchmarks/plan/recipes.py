@@ -78,10 +78,10 @@ def searched(name: str, kind: str, count: int) -> str:
     flags = flags_of(name, kind, count)
     job = arguments.job_of(flags, count, name, any_layout=True)
     try:
-        (found,) = search.search(job, timing.device(kind), best=1, micro=(1,))
+        (fastest,) = search.search(job, timing.device(kind), best=1, micro=(1,))
     except SettingsError as error:
         return str(error).partition("; the closest, ")[2].partition(". Use")[0]
-    words = command_lines.words_for(flags, found.plan.job)
+    words = command_lines.words_for(flags, fastest.plan.job)
     return shlex.join(words[len(flags_of(name, kind, count)) - 2 :])
 
 

@@ -42,10 +42,10 @@ def run(device: str, quick: bool = False) -> Metrics:
             for number, (name, sizes) in enumerate((QUICK if quick else MODELS).items())
         }
     metrics = {
-        metric: {name: each[metric] for name, each in figures.items()}
+        metric: {name: row[metric] for name, row in figures.items()}
         for metric in next(iter(figures.values()))
     }
-    failed = [text for each in figures.values() for text in each["failed"]]
+    failed = [text for row in figures.values() for text in row["failed"]]
     return {**metrics, "switches": SWITCHES, "failed": failed}
 
 

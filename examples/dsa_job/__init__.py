@@ -1,4 +1,4 @@
-"""A training loop around stock megatron-core, without Megatron-LM's own.
+"""A training loop on stock megatron-core, without Megatron-LM's training loop.
 
 Model, data parallelism, optimizer, schedules, data sets and distributed checkpoints are Megatron's.
 """

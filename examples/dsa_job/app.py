@@ -1,4 +1,4 @@
-"""From the command line to an exit code."""
+"""Entry point of the job: from the command line to an exit code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _ROOM = "checkpoints are as they were: when files can be written, the same comma
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; 0: done, 1: failure, 2: refused, 3: loss not finite, 130: Ctrl-C."""
+    """Run the job; return 0: done, 1: failure, 2: refused, 3: loss not finite, 130: Ctrl-C."""
     world = World()
-    # Optional packages that Megatron would use, and deprecations in its calls of torch: nothing to act on.
+    # Hide missing optional packages of Megatron and deprecations in its calls of torch: users cannot act on
+    # them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     warnings.filterwarnings(
         "ignore", message=".*(not installed|full scope is deprecated)", module=r"megatron\."
@@ -52,20 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(Interrupted.exit_code)
     except Exception as error:
         trace = error.__traceback__
-        if isinstance(error, OSError) and error.errno in _STORAGE:  # wherever it was noticed
+        if isinstance(error, OSError) and error.errno in _STORAGE:  # wherever it was raised
             error, trace = OSError(f"{error}; {_ROOM}"), None
         elif world.size == 1:
             raise
-        # torch's hook says which rank this is; that of --record-collectives leaves a record.
+        # torch's hook prints this rank; --record-collectives' hook leaves a record.
         sys.excepthook(type(error), error, trace)
         sys.stderr.flush()
-        # Ending at once closes this rank's connections: the others notice, wherever they wait.
+        # Exit at once to close this rank's connections: the other ranks then notice the failure, wherever
+        # they wait.
         os._exit(1)
     return 0
 
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what features hear of Megatron's flags: the model's kind, and whether ranks divide sequences."""
+    """Return Megatron flags that features depend on: the model's kind, and how ranks divide sequences."""
     names = ("context_parallel_size", "tensor_model_parallel_size", "sequence_parallel")
     return {
         "experimental_attention_variant": args.experimental_attention_variant or "none",
@@ -77,7 +79,7 @@ def told(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def enable_features(args: argparse.Namespace) -> None:
-    """Switch on what these arguments ask for; fused DSA is on unless arguments or environment say no."""
+    """Enable the requested features; fused DSA is on unless arguments or environment disable it."""
     mindspeed_dsa.enable(**told(args))
     running = session.current()
     assert running is not None
@@ -86,20 +88,22 @@ def enable_features(args: argparse.Namespace) -> None:
     else:
         args.use_fused_dsa = running.settings.use_fused_dsa
     named = args.save
-    args.save = named or (None if args.no_save else args.output_dir)  # in whose folder the run's will be
+    args.save = named or (
+        None if args.no_save else args.output_dir
+    )  # validation sees the folder that the run will use
     mindspeed_dsa.validate(args)
     args.save = named
 
 
 def prepare(args: argparse.Namespace, world: World) -> Run | None:
-    """Check all files before there is a process group, and choose the run's folder on rank 0."""
+    """Check all files before a process group exists, and choose the run's folder on rank 0."""
     from dsa_job.model import check_config  # torch and Megatron, after all that needs neither
 
     check_config(args)
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
     if args.train_iters:
         source = find_text(args.data)
-        # No tokenizer makes more tokens than there are bytes, plus one for the end of each document.
+        # A tokenizer makes at most one token per byte, plus one for the end of each document.
         most = source.size + max(len(source.files), FEWEST_DOCUMENTS)
         check_size(args.split, args.seq_length, most, counted=False)
     if args.load:

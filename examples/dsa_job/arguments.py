@@ -1,4 +1,4 @@
-"""Command line of the job: Megatron's flag names, defaults that fit two CPU cores and two minutes."""
+"""Command line of the job: Megatron's flag names, with defaults that fit two CPU cores and two minutes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from mindspeed_dsa.megatron.pipeline_chunks import stages_of
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line and derive what follows from it; UsageError if it cannot be read.
+    """Parse the command line and derive dependent arguments.
 
-    Variables of the library outrank it, also those for Megatron's own flags.
+    Environment variables of the library override the command line, including Megatron's own flags.
+
+    Raises:
+        UsageError: the command line is invalid.
     """
     args = build_parser().parse_args(argv)
     mindspeed_dsa.apply_environment(args)
@@ -27,7 +30,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all groups, the library's feature flags included."""
+    """Return the parser with all groups, including the library's feature flags."""
     parser = _Parser(
         prog="pretrain_dsa.py",
         description="Train a small DeepSeek-V3.2-shaped model with sparse attention on real text.",
@@ -43,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors as UsageError, and names the flags that resemble an unknown one."""
+    """Parser that raises UsageError, and suggests flags similar to an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -67,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def derive(args: argparse.Namespace) -> None:
-    """Fill in what follows from other flags; in place, idempotent."""
+    """Fill in arguments that follow from other flags; in place, idempotent."""
     if args.experimental_attention_variant == "none":
         args.experimental_attention_variant = None
         args.use_fused_dsa = False
@@ -82,7 +85,7 @@ def derive(args: argparse.Namespace) -> None:
     args.accumulate_allreduce_grads_in_fp32 &= not args.grad_reduce_in_bf16
     if args.lr_warmup_iters is None:
         args.lr_warmup_iters = max(0, min(10, (args.lr_decay_iters or args.train_iters) // 10))
-    if args.deterministic_mode is None:  # before anything is validated: features ask for it
+    if args.deterministic_mode is None:  # before validation: features require it
         args.deterministic_mode = _platform(args) == "cpu"
     args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
     if args.virtual_pipeline_model_parallel_size is None:
@@ -92,18 +95,18 @@ def derive(args: argparse.Namespace) -> None:
 
 
 def _platform(args: argparse.Namespace) -> str:
-    """The session's, and without one, that of the flag."""
+    """Return the session's platform or, without a session, the flag's."""
     running = session.current()
     return platforms.detect(args.mindspeed_platform) if running is None else running.settings.platform
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
-    """Model chunks per pipeline rank, ``None`` without interleaving."""
+    """Return the number of model chunks per pipeline rank, ``None`` without interleaving."""
     pp = args.pipeline_model_parallel_size
     if args.schedules_method == "dualpipev":
         return 2 if pp > 1 else None
     if args.pipeline_model_parallel_layout is not None and pp > 1:
-        with contextlib.suppress(ValueError):  # which validation reports
+        with contextlib.suppress(ValueError):  # validation reports it
             chunks = len(stages_of(args.pipeline_model_parallel_layout)) // pp
             return chunks if chunks > 1 else None
     chunks = args.num_virtual_stages_per_pipeline_rank

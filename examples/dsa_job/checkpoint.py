@@ -32,7 +32,7 @@ _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.sh
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _HAS_METADATA = hasattr(dist_checkpointing, "load_content_metadata")
-"""Whether checkpoints say how their state is sharded: since 0.13."""
+"""Whether checkpoints record how their state is sharded: since 0.13."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class Progress:
     """State of a job that is saved with every checkpoint.
 
     Attributes:
-        iteration: steps done.
-        consumed_train_samples: sequences used by all ranks together.
-        wall_s: seconds spent on this run, by all processes that worked on it one after the other.
-        fresh_optimizer: the weights were loaded without the optimizer's state; not saved.
+        iteration: number of completed steps.
+        consumed_train_samples: number of sequences used by all ranks together.
+        wall_s: seconds spent on this run, summed over successive processes.
+        fresh_optimizer: whether the weights were loaded without the optimizer's state; not saved.
     """
 
     iteration: int = 0
@@ -53,9 +53,13 @@ class Progress:
 
 
 def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
-    """Refuse a checkpoint that cannot be read, or list all of its arguments that do not fit this job."""
+    """Check that a checkpoint can be read and fits this job.
+
+    Raises:
+        UsageError: it cannot be read, or arguments do not fit; the message lists all of them.
+    """
     try:
-        json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron fails on it with a traceback
+        json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron would fail on it with a traceback
         saved = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("args")
     except Exception as error:  # unpickling an arbitrary file may raise anything
         raise UsageError(
@@ -64,7 +68,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
     weights_only = _from_step_0(args, checkpoint) or args.no_load_optim
     names = _SHAPE if weights_only else (*_SHAPE, *_OPTIMIZER)
     if args.use_torch_fsdp2:
-        # FSDP2's optimizers read the distributed one's master weights and moments.
+        # FSDP2's optimizers read master weights and moments of the distributed optimizer.
         names = tuple(name for name in names if name != "use_distributed_optimizer")
     here, there = (
         {name: getattr(of, name) for name in names if hasattr(saved, name)} for of in (args, saved)
@@ -82,7 +86,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
 
 
 def _check_selections(args: argparse.Namespace, saved: Any, checkpoint: Path) -> None:
-    """Refuse a checkpoint whose layers select keys where those of this job do not, or the other way round."""
+    """Refuse a checkpoint with other selecting layers than this job's."""
     here, there = Sharing.of(args), Sharing.of(saved)
     for layer in range(1, args.num_layers + 1):
         if here.source(layer) != there.source(layer):
@@ -106,11 +110,11 @@ def save(
     optimizer: Any,
     scheduler: Any,
 ) -> Any:
-    """Keep the state as it is now, and prepare a checkpoint of it; all ranks call it together.
+    """Copy the current state, and prepare its checkpoint; all ranks call this together.
 
     Returns:
-        Megatron's ``AsyncRequest``: it writes files, in whichever process, and lists and names them on all
-        ranks.
+        Megatron's ``AsyncRequest``. It writes files in any process; its finalization publishes the checkpoint
+        on all ranks.
     """
     partial = from_rank_0(lambda: checkpoints.begin(folder, progress.iteration))
     metadata = _metadata(args)
@@ -132,7 +136,7 @@ def save(
     except RuntimeError as error:
         if not any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")):
             raise
-        # Of the state that all ranks have in common, which the first one writes; torch does not say why not.
+        # Failed on the common state, which the first rank writes; torch does not say why.
         raise OSError(errno.EIO, "common.pt cannot be written, the disk may be full", str(partial)) from None
     request.add_finalize_fn(
         lambda: from_rank_0(lambda: checkpoints.publish(partial, step, args.verify_checkpoint))
@@ -143,7 +147,7 @@ def save(
 def load(
     args: argparse.Namespace, checkpoint: Path, model: list[Any], optimizer: Any, scheduler: Any
 ) -> Progress:
-    """Read a checkpoint into model, optimizer, schedule and generators, in any parallel layout."""
+    """Load a checkpoint into model, optimizer, schedule and generators, in any parallel layout."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     saved = common.get("args")
     from_step_0 = _from_step_0(args, checkpoint)
@@ -166,7 +170,7 @@ def load(
         chunk.load_state_dict(state[_key(index, len(model))], strict=True)
     if not weights_only:
         optimizer.load_state_dict(fitted(optimizer.chained_optimizers, state["optimizer"]))
-        # A stage has a learning rate of its own; where it stands in its schedule goes on.
+        # Each stage has its own learning rate; the position in the schedule is kept.
         scheduler.override_opt_param_scheduler = _stage(saved) != _stage(args)
         scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
@@ -184,7 +188,7 @@ def load(
 
 
 def _from_step_0(args: argparse.Namespace, checkpoint: Path) -> bool:
-    """Return whether nothing but the weights of a checkpoint is read."""
+    """Return whether only the weights of a checkpoint are read."""
     return args.finetune or checkpoint.name == RELEASE
 
 
@@ -193,10 +197,10 @@ def _stage(args: Any) -> str:
 
 
 def _damage(checkpoint: Path, error: DamagedError) -> str:
-    """Return in one sentence what torch reports per rank, each with a traceback."""
+    """Summarize torch's failures per rank in one sentence."""
     causes = {cause for cause, _ in error.failures.values()}
     if all(isinstance(cause, KeyError) for cause in causes):
-        # Before 0.14 the optimizer of experts has a name of its own where expert parallelism has one.
+        # Before 0.14 the experts' optimizer has another name if expert parallelism is on.
         lacking = "; ".join(sorted({str(cause) for cause in causes}))
         return (
             f"checkpoint {checkpoint} lacks state of this job ({lacking}); use the layout that wrote it, or "
@@ -216,7 +220,7 @@ def _group() -> dict[str, Any]:
 
 
 def _metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the state is sharded; a distributed optimizer's in a way that any other layout can read."""
+    """Return the sharding metadata; a distributed optimizer's state is readable in any layout."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **_group()}
     if args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -243,7 +247,7 @@ def _optimizer_state(
 
 
 def _has_rng_state(saved: Any, args: argparse.Namespace) -> bool:
-    """Whether a checkpoint has a generator state for each rank of this layout."""
+    """Return whether a checkpoint has a generator state for each rank of this layout."""
     if saved is None or getattr(saved, "no_save_rng", False):
         return False
     same = all(getattr(saved, name, None) == getattr(args, name) for name in _LAYOUT)
@@ -251,7 +255,7 @@ def _has_rng_state(saved: Any, args: argparse.Namespace) -> bool:
 
 
 def _rng_state() -> ShardedObject:
-    """Every generator of this rank; each rank's is saved separately."""
+    """Return every generator state of this rank, saved separately for each rank."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

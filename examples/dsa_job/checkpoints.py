@@ -1,7 +1,7 @@
-"""Folders of checkpoints as Megatron-LM lays them out: ``iter_0000100`` etc. and a tracker file.
+"""Folders of checkpoints in Megatron-LM's layout: ``iter_0000100`` etc. and a tracker file.
 
-A checkpoint written between :func:`begin` and :func:`publish` cannot be damaged by a kill: it gets its
-name when it is on disk, and the tracker names it last.
+A checkpoint written between :func:`begin` and :func:`publish` cannot be damaged by a kill: it gets its name
+after it is on disk, and the tracker names it last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTIAL = re.compile(
 
 
 def latest(folder: Path) -> int | None:
-    """Step of the newest whole checkpoint of a job; ``None`` if there is none.
+    """Return the step of a job's newest whole checkpoint; ``None`` if there is none.
 
     Raises:
         RunError: the folder cannot be read, or no checkpoint in it is whole.
@@ -38,13 +38,12 @@ def find(folder: Path, step: int | None = None, contents: bool = False) -> tuple
     """Find the checkpoint of a step, by default the newest whole one, or else imported weights.
 
     Args:
-        folder: of checkpoints.
-        step: this one alone.
-        contents: read all files of those that come into question, besides their sizes.
+        folder: folder of checkpoints.
+        step: only step to consider.
+        contents: whether to read all files of candidates, in addition to their sizes.
 
     Returns:
-        Its folder, and a line about those that were passed over, or about checksums that it lacks; an empty
-        one if there is neither.
+        The checkpoint's folder, and a line about skipped checkpoints or missing checksums, or an empty line.
 
     Raises:
         RunError: it is missing or damaged.
@@ -66,18 +65,19 @@ def _find(folder: Path, step: int | None = None, contents: bool = False) -> Choi
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of all complete checkpoints."""
+    """Return the steps of all complete checkpoints."""
     steps = ((number(path.name[5:]), path) for path in folder.glob("iter_*"))
     return sorted(step for step, path in steps if step is not None and is_complete(path))
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Folder of one checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"iter_{step:07d}"
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a ``torch_dist`` checkpoint was written to its end; Megatron writes ``metadata.json`` last."""
+    """Return whether a ``torch_dist`` checkpoint was written to its end."""
+    # Megatron writes metadata.json last.
     return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
 
 
@@ -85,7 +85,7 @@ def begin(folder: Path, step: int) -> Path:
     """Create the folder to write a checkpoint into until :func:`publish`; one process calls this.
 
     Raises:
-        RunError: nothing can be written there.
+        RunError: the folder cannot be written.
     """
     partial = beside(folder_of(folder, step))
     try:
@@ -97,7 +97,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def unwritten(folder: Path, step: int, why: object) -> RunError:
-    """Return the error of a checkpoint that could not be written."""
+    """Return the error for a checkpoint that could not be written."""
     return RunError(
         f"checkpoint of step {step} in {folder} was not written ({why}); earlier ones are as they were: make "
         "room, or name another folder with --save"
@@ -105,18 +105,18 @@ def unwritten(folder: Path, step: int, why: object) -> RunError:
 
 
 def publish(partial: Path, step: int, verify: bool) -> Path:
-    """List what was written since :func:`begin`, bring it to the disk, and let the tracker name it.
+    """Write the manifest, sync the checkpoint to disk, and make the tracker name it.
 
     Args:
-        partial: its folder until now.
-        step: of the checkpoint.
-        verify: list checksums beside sizes.
+        partial: checkpoint's folder so far.
+        step: checkpoint's step.
+        verify: whether to list checksums in addition to sizes.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        RunError: nothing can be written there; earlier checkpoints are as they were.
+        RunError: the folder cannot be written; earlier checkpoints are as they were.
     """
     try:
         return _publish(partial, step, verify)
@@ -134,8 +134,8 @@ def _publish(partial: Path, step: int, verify: bool) -> Path:
 
 
 def _rename(partial: Path, final: Path) -> None:
-    # An old one was left by a process killed before the tracker named it, or by an earlier run of the same
-    # steps; the tracker does not change until the new one is in place.
+    # A process killed before the tracker named it, or an earlier run of the same steps, left an old one. The
+    # tracker does not change until the new one is in place.
     old = partial.with_suffix(".replaced")
     for attempt in range(_ATTEMPTS):
         if final.exists():
@@ -144,23 +144,21 @@ def _rename(partial: Path, final: Path) -> None:
             os.rename(partial, final)
             break
         except OSError as error:
-            # A job on another machine came between the two, and gave the old one its name back.
+            # In between, a job on another machine gave the old one its name back.
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or attempt == _ATTEMPTS - 1:
                 raise
-    sync(final.parent)  # or a power cut might undo the renames and not the removal
+    sync(final.parent)  # or a power cut might undo the renames but not the removal
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _give_names_back(folder: Path) -> None:
-    """Give checkpoints that were moved away for one that was never published their names back.
-
-    Whoever moved them, on whatever machine, was killed between two renames: a process that runs is there only
-    for an instant, and moves them away once more.
-    """
+    """Restore names of checkpoints that were moved away for a checkpoint that was never published."""
+    # The process that moved them, on any machine, was killed between two renames. A running process leaves
+    # this state only for an instant, and would move them away again.
     for path in sorted(folder.glob(".iter_*.replaced"), key=_written, reverse=True):  # the newest first
         match = _PARTIAL.fullmatch(path.name)
         if match and not (folder / match["name"]).exists() and is_complete(path) and not _runs_here(match):
-            with contextlib.suppress(OSError):  # a folder of others, or another job was faster
+            with contextlib.suppress(OSError):  # another user's folder, or another job was faster
                 path.rename(folder / match["name"])
 
 
@@ -172,7 +170,7 @@ def _written(checkpoint: Path) -> float:
 
 
 def remove_partial(folder: Path) -> list[str]:
-    """Delete what killed processes of this machine left half written; names of what was deleted.
+    """Delete partial checkpoints of this machine's killed processes; return the deleted names.
 
     A checkpoint that was moved away for one that was never published gets its name back.
     """
@@ -187,6 +185,6 @@ def remove_partial(folder: Path) -> list[str]:
 
 
 def _runs_here(match: re.Match[str]) -> bool:
-    """Whether what a name was made by is a process of this machine that still runs."""
+    """Return whether the process that made a name still runs on this machine."""
     pid = int(match["pid"])
     return match["host"] == socket.gethostname() and pid != os.getpid() and is_running(pid)

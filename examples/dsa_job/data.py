@@ -1,4 +1,4 @@
-"""Batches: Megatron's GPTDataset over the indexed file, in an order that depends on the seed only."""
+"""Batches: Megatron's GPTDataset over the indexed file, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def build_corpus(args: argparse.Namespace, tokenizer: Tokenizer) -> Corpus:
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, corpus: Corpus
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and held-out data; documents are on one side or the other."""
+    """Return training and held-out data; every document is in one of them."""
     samples = max(args.train_iters, 1) * args.global_batch_size
     heldout_samples = args.eval_iters * args.global_batch_size
     cache = Path(args.data_cache_path)
-    # Megatron's index files look complete when a process is killed while it writes them; they only count
-    # when the marker is there, which is written last.
+    # Megatron's index files look complete even if a process is killed while it writes them. They only count
+    # with the marker, which is written last.
     key = json.dumps([corpus.prefix, args.seq_length, args.split, args.seed, samples, heldout_samples])
     indices = cache / f"indices-{digest(key)}"
     marker = indices / "complete"
@@ -79,10 +79,10 @@ def build_datasets(
 
 
 class MicrobatchOrder:
-    """Which samples this rank's next microbatches hold; an endless batch sampler.
+    """Sample indices of this rank's next microbatches; an endless batch sampler.
 
-    A global batch is the same in every layout: microbatch after microbatch, and within each the data
-    parallel ranks one after the other. ``consumed`` samples of ``length`` have been used by all ranks.
+    A global batch is the same in every layout: microbatch after microbatch, and within a microbatch one data
+    parallel rank after the other. All ranks together have already used ``consumed`` of ``length`` samples.
     """
 
     def __init__(self, length: int, consumed: int, micro_batch_size: int, rank: int, ranks: int) -> None:
@@ -100,15 +100,15 @@ class MicrobatchOrder:
 def batches(
     args: argparse.Namespace, dataset: GPTDataset, consumed: int, chunks: int
 ) -> list[Iterator[Batch]]:
-    """One iterator of microbatches per model chunk of this rank, all over the same samples.
+    """Return one iterator of microbatches per model chunk of this rank, all over the same samples.
 
     Tensors are ``[micro_batch_size, seq_length]``: int64, and ``loss_mask`` in float32. With
-    ``--pack-documents`` there is one sample in a microbatch, and ``cu_seqlens`` says where its documents end.
+    ``--pack-documents`` a microbatch has one sample, and ``cu_seqlens`` has the ends of its documents.
     """
     place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     orders = [MicrobatchOrder(len(dataset), consumed, args.micro_batch_size, *place) for _ in range(chunks)]
-    # Without a generator of its own the loader would draw a seed from the one that dropout uses, and a
-    # resumed run would differ from an unbroken one.
+    # Without its own generator the loader would draw a seed from dropout's generator, and a resumed run would
+    # differ from an uninterrupted one.
     loaders = [
         torch.utils.data.DataLoader(dataset, batch_sampler=order, generator=torch.Generator())
         for order in orders
@@ -120,11 +120,11 @@ def batches(
 
 
 def with_lengths(batch: Batch, end: int) -> Batch:
-    """The batch, with the prefix sums ``[1, documents + 1]`` of its documents' lengths.
+    """Add the prefix sums ``[1, documents + 1]`` of the documents' lengths to a batch.
 
     Args:
-        batch: of one sample.
-        end: the token that ends a document.
+        batch: batch of one sample.
+        end: token that ends a document.
     """
     tokens = batch["tokens"].flatten()
     sums = [0, *((tokens == end).nonzero().flatten() + 1).tolist(), len(tokens)]

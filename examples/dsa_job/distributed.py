@@ -1,4 +1,4 @@
-"""Process groups: one process needs no launcher, several come from torchrun."""
+"""Process groups: one process needs no launcher, several are launched by torchrun."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ Result = TypeVar("Result")
 
 
 def initialize(args: argparse.Namespace, world: World) -> bool:
-    """Join the default process group unless it exists; returns whether it was created here."""
+    """Join the default process group unless it exists; return whether it was created here."""
     if dist.is_initialized():
         return False
     backend = args.distributed_backend or platforms.current().backend
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if backend != "gloo":
         torch.cuda.set_device(world.local_rank)
-    # One process uses a store of its own, without a port: any number of such jobs run side by side.
+    # A single process uses its own store without a port: any number of jobs can run side by side.
     store = dist.HashStore() if world.size == 1 else None
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return True
 
 
 def device() -> torch.device:
-    """Where this process keeps its tensors."""
+    """Return the device of this process's tensors."""
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
 @contextlib.contextmanager
 def model_parallel(args: argparse.Namespace) -> Iterator[None]:
-    """Megatron's groups and random number generators, for one job."""
+    """Create Megatron's groups and random number generators for one job."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
-        # Megatron's own modules have their groups from the library.
+        # Megatron's own modules get their groups from the library.
         hierarchical_context_parallel_sizes=(
             None if args.transformer_impl == "local" else args.hierarchical_context_parallel_sizes
         ),
@@ -65,12 +65,12 @@ def model_parallel(args: argparse.Namespace) -> Iterator[None]:
 
 
 def seed(args: argparse.Namespace) -> int:
-    """Seed of this pipeline rank; Megatron adds the tensor parallel rank where it matters."""
+    """Return the seed of this pipeline rank; Megatron adds the tensor parallel rank where needed."""
     return int(args.seed) + 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
 def from_rank_0(make: Callable[[], Result]) -> Result:
-    """What ``make`` returns on rank 0, or the error in the user's input that it raises, on every rank."""
+    """Call ``make`` on rank 0; return its result, or raise its UsageError or RunError, on every rank."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -84,12 +84,12 @@ def from_rank_0(make: Callable[[], Result]) -> Result:
 
 
 def max_over_ranks(value: Number) -> Number:
-    """The largest of all ranks' values; floats in float32, integers in int64."""
+    """Return the largest value of all ranks; floats in float32, integers in int64."""
     tensor = torch.tensor(value, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return type(value)(tensor.item())
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank."""
+    """Return whether the flag is set on any rank."""
     return bool(max_over_ranks(int(flag)))

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class JobError(Exception):
-    """Ends the job; ``exit_code`` becomes the exit code of the process."""
+    """Error that ends the job; ``exit_code`` becomes the exit code of the process."""
 
     exit_code = 1
 
 
 class UsageError(JobError):
-    """What the user asked for cannot be done; ``problems`` says of each what is wrong and what to do."""
+    """A request that cannot be fulfilled; ``problems`` states each problem and its remedy."""
 
     exit_code = 2
 
@@ -22,7 +22,7 @@ class UsageError(JobError):
 
 
 class NonFiniteLossError(JobError):
-    """The loss or the gradient norm became NaN or infinite; the weights of that step are not saved."""
+    """The loss or the gradient norm became NaN or infinite; that step's weights are not saved."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""The flags of the job as a table; names and meanings are Megatron's where Megatron has the flag."""
+"""Table of the job's flags; names and meanings are Megatron's where Megatron has the flag."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Flag:
     """One row of the table.
 
     Attributes:
-        default: the value, or its type for a flag that is unset by default.
+        default: default value, or the value's type for a flag that is unset by default.
         least: smallest value allowed.
-        type: parses the value, where the default's type does not.
-        dest: attribute of the parsed arguments, where it is not the flag's own name.
-        shape: a checkpoint fits only a job in which this is the same.
-        free: changes neither the model nor what it sees, so a run may continue with another value.
+        type: parser of the value, if the default's type cannot parse it.
+        dest: attribute of the parsed arguments, if it differs from the flag's name.
+        shape: whether a checkpoint fits only jobs with the same value.
+        free: whether a run may continue with another value: it changes neither the model nor its data.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Flag:
         object.__setattr__(self, "dest", self.dest or self.name[2:].replace("-", "_"))
 
     def add_to(self, group: Any) -> None:
-        """Add the flag to a parser or a group of one."""
+        """Add the flag to a parser or to a group of it."""
         unset = isinstance(self.default, type)
         kind = self.default if unset else type(self.default)
         options: dict[str, Any] = {"dest": self.dest, "help": self.help}
@@ -55,7 +55,7 @@ class Flag:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``, as Megatron's ``--moe-layer-freq`` takes them."""
+    """Parse ``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``, the formats of Megatron's ``--moe-layer-freq``."""
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -106,7 +106,7 @@ GROUPS = {
         Flag(
             "--experimental-attention-variant", "dsa", "none: dense MLA", choices=("dsa", "none"), shape=True
         ),
-        # The library's own switch, off by default there; this job exists to run the library.
+        # The library's own switch, which is off by default there; this job exists to run the library.
         Flag("--use-fused-dsa", True, _FUSED, free=True),
         Flag("--q-lora-rank", 64, "rank of the compressed query", least=1, shape=True),
         Flag("--kv-lora-rank", 64, "rank of the compressed key and value", least=1, shape=True),
@@ -267,4 +267,4 @@ FUSED_PARTS = {
     "use_fused_sparse_flash_attention": "Sparse Flash Attention",
     LOSS: "indexer loss",
 }
-"""What ``--use-fused-dsa`` switches on, unless a switch of its own says otherwise."""
+"""Parts that ``--use-fused-dsa`` enables, unless their own switches disable them."""

@@ -1,6 +1,6 @@
-"""Which folder a run gets: a new one, or that of an unfinished run of the same job.
+"""Choice of a run's folder: a new one, or the folder of an unfinished run of the same job.
 
-``NAME``, ``NAME-2``, ``NAME-3``, ... hold one run each. Nothing that is there is ever overwritten.
+``NAME``, ``NAME-2``, ``NAME-3``, ... hold one run each. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mindspeed_dsa.runs.files import number, try_lock, write_atomically
 
 RUN_FILE = "run.json"
 SUMMARY = "summary.json"
-"""A job writes this file last: it marks the run as finished."""
+"""File that a job writes last: it marks the run as finished."""
 _LOCK = ".lock"
 _ALONGSIDE = {"data-cache"}  # shared by all runs of this output folder
 
 
 @dataclass
 class Run:
-    """The folder of this run.
+    """Folder of this run.
 
     Attributes:
-        folder: where everything of the run goes.
+        folder: folder for all files of the run.
         resumed: whether an unfinished run is continued.
         why: one sentence for the user.
     """
@@ -48,7 +48,7 @@ class Run:
                 self.folder.rmdir()
 
     def release(self) -> None:
-        """Let other processes have the folder."""
+        """Release the lock, so that other processes can use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -61,10 +61,10 @@ def open_run(
 
     Args:
         output: folder of the first run.
-        settings: what decides whether two runs are the same job, as JSON keeps it; ``save``, ``load`` and
-            ``ckpt_step`` are compared as the checkpoint folders they mean.
-        latest: returns the step of the newest complete checkpoint of the run in a folder.
-        new_run: do not continue.
+        settings: JSON values that identify a job. ``save``, ``load`` and ``ckpt_step`` are compared by the
+            checkpoint folders that they resolve to.
+        latest: function that returns the step of the newest complete checkpoint of the run in a folder.
+        new_run: whether to start a new run in any case.
 
     Raises:
         OSError: the folder cannot be created.
@@ -95,7 +95,7 @@ def open_run(
 
 
 def _last(output: Path) -> tuple[Path | None, int]:
-    """The newest run, and the smallest number that a new one can have."""
+    """Return the newest run, and the smallest number available for a new one."""
     numbers = [1] if (output / RUN_FILE).exists() else []
     for path in output.parent.glob(f"{glob.escape(output.name)}-*"):
         suffix = number(path.name[len(output.name) + 1 :])
@@ -110,7 +110,7 @@ def _last(output: Path) -> tuple[Path | None, int]:
 def _unfit(
     folder: Path, wanted: Mapping[str, Any], latest: Callable[[Path], int | None], new_run: bool
 ) -> str:
-    """Why a run is not continued; empty if it can be."""
+    """Return why a run is not continued; empty if it can be."""
     if (folder / SUMMARY).exists():
         return "finished"
     if new_run:
@@ -129,7 +129,7 @@ def _unfit(
 
 
 def _settings_of(folder: Path) -> dict[str, Any] | None:
-    """The settings in a run's :data:`RUN_FILE`; ``None`` if that cannot be read."""
+    """Return the settings in a run's :data:`RUN_FILE`; ``None`` if it cannot be read."""
     try:
         recorded = json.loads((folder / RUN_FILE).read_bytes())["settings"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -142,7 +142,7 @@ def _hint(folder: Path, latest: Callable[[Path], int | None]) -> str:
 
 
 def _plain(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings of a run in a folder, the same whether its own checkpoints are named in them or not."""
+    """Normalize a run's settings: its own checkpoint folder may be given by flags or by default."""
     save = settings.get("save") or str((folder / "checkpoints").resolve())
     load = settings.get("load")
     own = load == save and settings.get("ckpt_step") is None

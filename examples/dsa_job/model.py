@@ -30,26 +30,26 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
-    """One of Megatron's configurations: fields take the flags of their name, unless unset, and ``more``."""
+    """Build a Megatron configuration from the flags named like its fields, unless unset, and ``more``."""
     names = {field.name for field in dataclasses.fields(kind)}
-    given = {name: value for name, value in vars(args).items() if name in names} | more
-    return kind(**{name: value for name, value in given.items() if value is not None})
+    values = {name: value for name, value in vars(args).items() if name in names} | more
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def model_config(args: argparse.Namespace) -> MLATransformerConfig:
-    """Megatron's configuration of the model."""
+    """Return Megatron's configuration of the model."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     moe: dict[str, Any] = {}
     if not args.num_moe_experts:
         moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
         moe["moe_shared_expert_intermediate_size"] = None
-    given = args.cp_comm_type or []
+    comm_types = args.cp_comm_type or []
     if args.pipeline_model_parallel_layout and not hasattr(MLATransformerConfig, _LAYOUT):
         raise UsageError("--pipeline-model-parallel-layout needs megatron-core 0.14 or later")
     return from_args(
         MLATransformerConfig,
         args,
-        cp_comm_type=given[0] if len(given) == 1 else given or None,
+        cp_comm_type=comm_types[0] if len(comm_types) == 1 else comm_types or None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=True,
@@ -63,20 +63,20 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
 
 
 def check_config(args: argparse.Namespace) -> None:
-    """Have Megatron check the configuration, which needs no process group; a UsageError has what it says."""
+    """Let Megatron check the configuration, without a process group; raise UsageError with its message."""
     try:
         model_config(args)
     except (AssertionError, ValueError, TypeError) as error:
         if isinstance(error, mindspeed_dsa.MindSpeedDSAError):
             raise
-        line = traceback.extract_tb(error.__traceback__)[-1].line  # of an assertion without a text
+        line = traceback.extract_tb(error.__traceback__)[-1].line  # source of an assertion without a message
         raise UsageError(
             f"Megatron refuses this model: {error if str(error) else line}; change or omit what this names"
         ) from error
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[Any]:
-    """The chunks that this pipeline rank holds; one unless the pipeline is interleaved."""
+    """Build the chunks of this pipeline rank; one unless the pipeline is interleaved."""
     chunks = args.virtual_pipeline_model_parallel_size
     modules: list[Any] = [
         _build_chunk(args, config, stage) for stage in (range(chunks) if chunks else [None])
@@ -88,7 +88,7 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     if args.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if args.use_torch_fsdp2:
-        # before 0.14 it is somewhere else
+        # Before 0.14 it is in another module.
         from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
             TorchFullyShardedDataParallelConfig,
         )
@@ -105,7 +105,7 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
         bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [
-        # Communication of all chunks but the first runs beside compute anyway: no buckets for them.
+        # The other chunks' communication overlaps with compute anyway: no buckets for them.
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
@@ -143,7 +143,7 @@ def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: 
 
 
 def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: dict[str, Any]) -> Any:
-    """Megatron's own spec of this rank's layers."""
+    """Return Megatron's own spec of this rank's layers."""
     if args.experimental_attention_variant:
         try:  # from 0.16 on
             specs = importlib.import_module(
@@ -160,13 +160,13 @@ def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: d
 
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Return those arguments that a function of this release takes."""
+    """Return the arguments that a function of the installed Megatron release accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return the optimizer that the flags describe."""
+    """Build the optimizer that the flags describe."""
     optimizer = get_megatron_optimizer(from_args(OptimizerConfig, args), model)
     if args.optimizer == "sgd":
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -175,14 +175,14 @@ def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParalle
 
 
 def _create_momentum(optimizer: torch.optim.SGD, config: OptimizerConfig | None = None) -> None:
-    """Create the state that a checkpoint is loaded into, which Megatron does for Adam only."""
+    """Create SGD's momentum, so that a checkpoint can be loaded into it; Megatron does so only for Adam."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule, counted in samples as Megatron does."""
+    """Build the learning rate schedule, counted in samples as in Megatron."""
     batch = args.global_batch_size
     steps = max(args.train_iters, 1)
     decay_steps = args.lr_decay_iters or steps
@@ -202,7 +202,7 @@ def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> O
 
 
 def unwrapped(chunk: Any) -> GPTModel:
-    """The model below data parallelism and bfloat16."""
+    """Return the model without its data parallel and bf16 wrappers."""
     while isinstance(chunk, (DistributedDataParallel, TorchFullyShardedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk

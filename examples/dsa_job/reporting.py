@@ -1,4 +1,4 @@
-"""What the user sees of a run, and what remains of it: lines or a bar, metrics, TensorBoard, a picture."""
+"""Output of a run: lines or a progress bar, metrics, TensorBoard, a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PICTURE = "loss.png"
 
 
 class Reporter:
-    """Prints the steps of a run unless ``quiet``, and writes them to its folder if there is one.
+    """Printer of a run's steps, unless ``quiet``, and writer of them to its folder, if there is one.
 
     Records of steps after ``iteration`` are dropped from the files, because those steps are repeated.
     """
@@ -56,7 +56,7 @@ class Reporter:
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
 
     def say(self, text: str) -> None:
-        """Print a line; above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         if self._quiet:
             return
         if self._bar is not None:
@@ -72,7 +72,7 @@ class Reporter:
             self._bar = tqdm(total=self._args.train_iters, initial=iteration, unit="step", dynamic_ncols=True)
 
     def step(self, record: Record) -> None:
-        """One training step is done."""
+        """Record a completed training step."""
         self.records.append(record)
         self._write(metrics.FILE, record, "train")
         if self._bar is not None:
@@ -82,7 +82,7 @@ class Reporter:
             self.say(line(record, self._args.train_iters))
 
     def evaluation(self, step: int, loss: float) -> None:
-        """The held-out loss after a step; step 0 is before the first."""
+        """Record the held-out loss after a step; step 0 is before the first one."""
         record = {"step": step, "heldout_loss": loss}
         self.heldout.append(record)
         self._write(HELDOUT, record, "heldout")
@@ -127,7 +127,7 @@ class Reporter:
 
 
 def line(record: Record, steps: int) -> str:
-    """One step in one line."""
+    """Format one step as a line."""
     indexer = "" if record["indexer_loss"] is None else f" | indexer loss {record['indexer_loss']:.2e}"
     return (
         f"step {record['step']:>5}/{steps} | lm loss {record['lm_loss']:.4f}{indexer} | "
@@ -137,7 +137,7 @@ def line(record: Record, steps: int) -> str:
 
 
 def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """The summary for people."""
+    """Format the summary as lines of text."""
     if summary["final_lm_loss"] is None:
         return ["no step was made"]
     lines = [
@@ -152,7 +152,7 @@ def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
 
 
 class ExpertLoad:
-    """The report of ``--moe-router-load-report``, if that is on; made before the model is."""
+    """Report of ``--moe-router-load-report``, if it is on; created before the model."""
 
     def __init__(self) -> None:
         running = session.current()
@@ -161,13 +161,13 @@ class ExpertLoad:
             load_report.use_own_loop(self._context)
 
     def step(self, step: int) -> None:
-        """A training step is done; all ranks call this together."""
+        """Record a completed training step; all ranks call this together."""
         if self._context is not None:
             load_report.record_step(self._context, step)
 
 
 class Account:
-    """What mindspeed_dsa did in this job, on this rank: calls of sparse attention and of operators."""
+    """Summary of mindspeed_dsa's work on this rank: calls of sparse attention and of operators."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         modules = [module for chunk in model for module in chunk.modules()]
@@ -183,13 +183,11 @@ class Account:
         self._calls += 1
 
     def lines(self) -> list[str]:
-        """For the summary: features with their patches, and, by calls, what computed sparse attention.
-
-        A patched place may still pass a call on; the calls are what shows work.
-        """
+        """Return the summary's lines: features with their patches, and operators that computed attention."""
         running = session.current()
         if running is None:
             return ["mindspeed_dsa: no feature was on"]
+        # A patched place may still pass a call on to the original; only calls show work.
         patched = {feature.name: 0 for feature in running.features}
         for site in mindspeed_dsa.report():
             for name in patched.keys() & site["features"]:
@@ -202,7 +200,7 @@ class Account:
         if called:
             counts = (f"{operator} {count:,} on {name}" for (operator, name), count in called)
             lines.append(f"calls of operators on rank 0: {', '.join(counts)}")
-        # Of one process, forward and backward; the longest first, so that it shows what to look at.
+        # Forward and backward of one process; the longest first.
         taken = backend.seconds()
         seconds = {name: taken[name] - self._seconds_before.get(name, 0.0) for name in taken}
         longest = sorted((-spent, name) for name, spent in seconds.items() if spent > 0)
@@ -213,13 +211,13 @@ class Account:
         return lines
 
     def _attention(self, settings: Any) -> str:
-        """Say what attention was, and which parts of what the stage has of it were fused."""
+        """Describe the attention and its fused parts, among those that the training stage has."""
         options, everything = Options.of(settings), settings.use_fused_dsa
-        chosen = [(name, getattr(settings, name)) for name in FUSED_PARTS]
+        switches = [(name, getattr(settings, name)) for name in FUSED_PARTS]
         without = {"dense": {*FUSED_PARTS}, "warmup": {*FUSED_PARTS} - {LOSS}, "frozen": {LOSS}}
         fused = [
             FUSED_PARTS[name]
-            for name, on in chosen
+            for name, on in switches
             if (everything if on is None else on) and name not in without.get(options.stage, ())
         ]
         kind = "dense" if options.attends_densely else "sparse"

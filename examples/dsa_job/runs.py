@@ -1,4 +1,4 @@
-"""The folders of a job: where its run goes, and which checkpoints it may load and write."""
+"""Folders of a job: its run's folder, and the checkpoints that it may load and write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS, FUSED_PARTS
 from mindspeed_dsa.runs.files import RunError
 
-# The library's switches choose another implementation of the same arithmetic.
+# The library's switches select another implementation of the same arithmetic.
 _FREE = {dest for dest, flag in FLAGS.items() if flag.free} | {
     "virtual_pipeline_model_parallel_size",
     *FUSED_PARTS,
@@ -22,7 +22,7 @@ _FREE = {dest for dest, flag in FLAGS.items() if flag.free} | {
 
 
 def open_run(args: argparse.Namespace) -> folders.Run:
-    """Choose and lock the folder of this run, unless checkpoints of another job would be replaced."""
+    """Choose and lock the folder of this run, unless it would replace another job's checkpoints."""
     try:
         run = folders.open_run(
             Path(args.output_dir),
@@ -42,20 +42,20 @@ def open_run(args: argparse.Namespace) -> folders.Run:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides whether two runs are the same job, as JSON keeps it."""
-    chosen = {name: value for name, value in sorted(vars(args).items()) if name not in _FREE}
-    chosen |= {name: str(Path(chosen[name]).resolve()) for name in ("save", "load") if chosen.get(name)}
-    result: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
+    """Return the JSON values that identify a job."""
+    values = {name: value for name, value in sorted(vars(args).items()) if name not in _FREE}
+    values |= {name: str(Path(values[name]).resolve()) for name in ("save", "load") if values.get(name)}
+    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return result
 
 
 def save_folder(args: argparse.Namespace, folder: Path) -> Path:
-    """Where the run in a folder keeps its checkpoints."""
+    """Return the checkpoint folder of the run in a folder."""
     return Path(args.save) if args.save else folder / "checkpoints"
 
 
 def saves_where_it_loads(args: argparse.Namespace) -> bool:
-    """Whether the job continues the checkpoints in ``--save``."""
+    """Return whether the job continues the checkpoints in ``--save``."""
     same = args.load and args.save and Path(args.load).resolve() == Path(args.save).resolve()
     return bool(same and not args.finetune)
 

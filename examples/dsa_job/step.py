@@ -29,13 +29,13 @@ from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 from mindspeed_dsa.platforms.host_pool import upload
 
 _COUNTS_SEQUENCES = Version(megatron.core.__version__) < Version("0.13")
-"""Whether Megatron divides by the tokens of whole sequences, not by those of a context parallel rank."""
+"""Whether Megatron divides by the token count of whole sequences instead of a context parallel rank's."""
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount:
-    """Sum of the token losses of a microbatch, number of tokens, and both for the report.
+    """Return the sum of a microbatch's token losses, the number of tokens, and both for the report.
 
     Both arguments are ``[micro_batch_size, seq_length]``; losses are cross entropy in nats.
     """
@@ -51,15 +51,15 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount
 def forward_step(
     data: Iterator[Batch], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
-    """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
+    """Run one microbatch's forward, or return its plan, as Megatron's schedules request."""
     device = platforms.current().device
     batch = {name: upload(tensor, device) for name, tensor in next(data).items()}
-    # Without a group 0.19.2 counts all ranks as context parallel; since 0.18 it is told whether sequences
-    # have groups of their own.
-    known = accepted(
+    # Without a group 0.19.2 counts all ranks as context parallel. Since 0.18 it takes whether sequences have
+    # their own groups.
+    options = accepted(
         get_batch_on_this_cp_rank, cp_group=parallel_state.get_context_parallel_group(), is_hybrid_cp=False
     )
-    batch = get_batch_on_this_cp_rank(batch, **known)
+    batch = get_batch_on_this_cp_rank(batch, **options)
     forward = model.build_schedule_plan if return_schedule_plan else model
     output = forward(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
@@ -68,9 +68,9 @@ def forward_step(
 
 
 class Stepper:
-    """Trains the model chunks of this rank, one step at a time.
+    """Trainer of this rank's model chunks, one step at a time.
 
-    Sets the hooks for gradient and parameter communication in Megatron's ``config``.
+    It sets the hooks for gradient and parameter communication in Megatron's ``config``.
     """
 
     def __init__(
@@ -91,9 +91,13 @@ class Stepper:
             config.param_sync_func = _per_chunk([chunk.start_param_sync for chunk in model])
 
     def train_step(self, step: int, data: list[Iterator[Batch]]) -> tuple[float, float | None, float]:
-        """One optimizer step; ``(lm loss, indexer loss, gradient norm)``, the same on every rank.
+        """Run one optimizer step.
 
-        NonFiniteLossError is raised on every rank; a loss that is not finite does not change the weights.
+        Returns:
+            ``(lm loss, indexer loss, gradient norm)``, the same on every rank.
+
+        Raises:
+            NonFiniteLossError: on every rank; a loss that is not finite does not change the weights.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -107,7 +111,7 @@ class Stepper:
         indexer_loss = self._indexer_loss(step)
         norm = float("-inf") if grad_norm is None else float(grad_norm)  # None: no weights on this rank
         if any_rank(grad_norm is not None and not math.isfinite(norm)):
-            # The norm is that of all ranks together; each rank's own gradients show where it comes from.
+            # The norm is over all ranks; each rank's own gradients show where it comes from.
             ranks = _ranks_where(not self._gradients_are_finite())
             raise NonFiniteLossError(
                 f"step {step}: the gradient norm is not a finite number"
@@ -117,7 +121,7 @@ class Stepper:
         return lm_loss, indexer_loss, max_over_ranks(norm)
 
     def evaluate(self, data: list[Iterator[Batch]], rounds: int) -> float:
-        """Mean loss in nats per token over ``rounds`` global batches; leaves no trace in the model."""
+        """Return the mean loss in nats per token over ``rounds`` global batches; the model is unchanged."""
         for chunk in self.model:
             chunk.eval()
         with self.complete_parameters(), torch.no_grad():
@@ -137,11 +141,9 @@ class Stepper:
             chunk.enable_forward_pre_hook()
 
     def release(self) -> None:
-        """Drop the last microbatch, which would keep the model alive.
-
-        The token dispatchers hold its tensors, their graph ends in the hooks of data parallelism, and
-        those hold the model: a cycle through autograd that Python's collector cannot see.
-        """
+        """Drop the tensors of the last microbatch, which would keep the model alive."""
+        # The token dispatchers hold the tensors, whose graph ends in data parallel hooks, which hold the
+        # model: a cycle through autograd that Python's collector cannot see.
         for chunk in self.model:
             getattr(chunk, "grad_accs", []).clear()
             for module in chunk.modules():
@@ -150,7 +152,7 @@ class Stepper:
                     setattr(module.token_dispatcher, name, None)
 
     def _forward_backward(self, data: list[Iterator[Batch]], forward_only: bool) -> list[torch.Tensor]:
-        """Loss sum and token count of each microbatch, float32 ``[2]``; empty but on the last stage."""
+        """Return loss sum and token count per microbatch, float32 ``[2]``; empty except on the last stage."""
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data if len(self.model) > 1 else data[0],
@@ -176,7 +178,7 @@ class Stepper:
         return all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
 
     def _mean_loss(self, sums: list[torch.Tensor]) -> float:
-        """Mean over all tokens of all data parallel ranks, known to every rank."""
+        """Return the mean over all tokens of all data parallel ranks, on every rank."""
         if not sums:  # only the last pipeline stage computes a loss
             return max_over_ranks(float("-inf"))
         total = torch.stack(sums).sum(dim=0)  # [2]: sum of losses, number of tokens
@@ -184,7 +186,7 @@ class Stepper:
         return max_over_ranks(float(total[0] / total[1]))
 
     def _indexer_loss(self, step: int) -> float | None:
-        """Mean over layers and microbatches, times its coefficient; ``None`` without such a loss."""
+        """Return the indexer loss times its coefficient, mean over layers and microbatches, or None."""
         if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
             return None
         losses: dict[str, torch.Tensor] = {}
@@ -195,12 +197,12 @@ class Stepper:
 
 
 def _ranks_where(verdict: bool) -> str:
-    """Ranks whose verdict is true, separated by commas; a collective call."""
+    """Return ranks with a true verdict, separated by commas; a collective call."""
     verdicts: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(verdicts, verdict)
     return ", ".join(str(rank) for rank, found in enumerate(verdicts) if found)
 
 
 def _per_chunk(functions: list[Any]) -> Any:
-    """Megatron expects one function for one chunk, and a list for several."""
+    """Return a single function for one chunk, and a list for several, as Megatron expects."""
     return functions[0] if len(functions) == 1 else functions

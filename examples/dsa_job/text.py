@@ -27,12 +27,12 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Source:
-    """The text files that make a corpus.
+    """Text files that make a corpus.
 
     Attributes:
-        root: what the user named.
+        root: file or folder given by the user.
         files: path below the root, size in bytes and modification time in ns, in the order of documents.
-        skipped: files that are not text.
+        skipped: number of files that are not text.
     """
 
     root: Path
@@ -45,7 +45,7 @@ class Source:
         return sum(size for _, size, _ in self.files)
 
     def path(self, name: str) -> Path:
-        """Where the file of that name is."""
+        """Return the path of the file of that name."""
         return self.root / name if self.root.is_dir() else self.root
 
 
@@ -55,7 +55,7 @@ class Corpus:
 
     Attributes:
         prefix: path of the ``.bin`` and ``.idx`` files without that ending.
-        unigram_entropy: in nats; the loss of a model that knows only how often each token occurs.
+        unigram_entropy: entropy in nats: the loss of a model that knows only the tokens' frequencies.
     """
 
     prefix: str
@@ -74,7 +74,7 @@ class Corpus:
 def find_text(data: str | None) -> Source:
     """List the text below a file or folder; by default the Python standard library's sources.
 
-    Files are ordered by a hash of their name, so that a split into a first and a last part is random, and
+    Files are ordered by a hash of their name. A split into a first and a last part is therefore random, and
     the same on every machine.
 
     Raises:
@@ -123,15 +123,21 @@ def _entry(path: Path, name: str) -> tuple[str, int, int]:
 
 
 def digest(text: str) -> str:
-    """A short name for a text."""
+    """Return a short name for a text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
 def check_size(split: str, sequence_length: int, tokens: int, counted: bool = True) -> None:
-    """Whether the tokens (an upper bound unless ``counted``) make a sequence on either side of the split.
+    """Check that the tokens make a sequence on either side of the split.
+
+    Args:
+        split: weights of training and held-out data, separated by commas.
+        sequence_length: tokens per sequence.
+        tokens: number of tokens, an upper bound unless ``counted``.
+        counted: whether ``tokens`` is exact.
 
     Raises:
-        RunError: they do not.
+        RunError: there are too few tokens.
     """
     weights = [float(part) for part in split.split(",")][:2]
     share = min(weight / sum(weights) for weight in weights if weight)
@@ -144,13 +150,13 @@ def check_size(split: str, sequence_length: int, tokens: int, counted: bool = Tr
 
 
 def build(source: Source, tokenizer: Tokenizer, cache: Path, megatron: Megatron | None = None) -> Corpus:
-    """The indexed file of this text, from the cache if it is there; one process builds, others wait.
+    """Return the indexed file of this text, from the cache if it is there; one process builds, others wait.
 
     Args:
-        source: from :func:`find_text`.
-        tokenizer: makes the token ids.
+        source: result of :func:`find_text`.
+        tokenizer: tokenizer that makes the ids.
         cache: folder of indexed files, which jobs may share.
-        megatron: whose ``IndexedDatasetBuilder`` writes the file; by default ``megatron.core``'s.
+        megatron: Megatron whose ``IndexedDatasetBuilder`` writes the file; default: ``megatron.core``.
 
     Raises:
         RunError: the text cannot be indexed.
@@ -161,7 +167,7 @@ def build(source: Source, tokenizer: Tokenizer, cache: Path, megatron: Megatron 
     cache.mkdir(parents=True, exist_ok=True)
     with lock(cache / ".lock"):
         if not facts.exists():
-            # The folder gets its name when everything is in it: a killed process leaves no valid one.
+            # The folder gets its name when it is complete: a killed process leaves no valid folder.
             unfinished = cache / f"{key}.partial"
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -198,17 +204,17 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path, megatron: Megatro
 
 
 def entropy(counts: npt.NDArray[Any]) -> float:
-    """Entropy in nats of a distribution given by counts."""
+    """Return the entropy in nats of a distribution given by counts."""
     probability = counts[counts > 0] / counts.sum()
     return float(-(probability * np.log(probability)).sum())
 
 
 def _documents(source: Source) -> Iterator[bytes]:
-    """One document per file; few files are cut at line ends, so that there is something to hold out.
+    """Yield one document per file; a few large files are cut at line ends, to have held-out documents.
 
     Raises:
-        RunError: files of the list cannot be read any more; without them the cache would hold less than the
-            list says, for all later jobs.
+        RunError: listed files can no longer be read. Without them the cache would lack text for all later
+            jobs.
     """
     pieces = -(-FEWEST_DOCUMENTS // len(source.files))
     failures: list[OSError] = []
@@ -218,7 +224,7 @@ def _documents(source: Source) -> Iterator[bytes]:
         except OSError as error:
             failures.append(error)
             continue
-        if failures or b"\0" in text:  # beyond the bytes that were looked at before
+        if failures or b"\0" in text:  # zero bytes after the part that was checked before
             continue
         yield from cut(text, -(-size // pieces)) if pieces > 1 else ([text] if text else [])
     if failures:
@@ -230,7 +236,7 @@ def _documents(source: Source) -> Iterator[bytes]:
 
 
 def cut(text: bytes, length: int) -> Iterator[bytes]:
-    """Pieces of about ``length`` bytes, each ending at a line end if there is one before twice that."""
+    """Yield pieces of about ``length`` bytes, which end at a line end if there is one before twice that."""
     start = 0
     while start < len(text):
         stop = start + max(length, 1)

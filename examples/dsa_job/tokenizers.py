@@ -20,12 +20,12 @@ _END_OF_DOCUMENT = (
 
 
 class Tokenizer(ABC):
-    """What the corpus and Megatron's data sets ask of a tokenizer.
+    """Interface of a tokenizer for the corpus and Megatron's data sets.
 
     Attributes:
         vocab_size: number of ids, the end-of-document id included.
         eod: id that ends every document.
-        unique_identifiers: what Megatron's data sets hash into the name of their index files.
+        unique_identifiers: strings that Megatron's data sets hash into the name of their index files.
     """
 
     vocab_size: int
@@ -34,21 +34,21 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> type[np.integer[Any]]:
-        """What Megatron's data sets expect for this vocabulary in an indexed file."""
+        """dtype of ids that Megatron's data sets expect for this vocabulary in an indexed file."""
         return np.uint16 if self.vocab_size <= np.iinfo(np.uint16).max + 1 else np.int32
 
     @property
     def identity(self) -> str:
-        """Tells this tokenizer from all others."""
+        """String that distinguishes this tokenizer from all others."""
         return "|".join(f"{key}={value}" for key, value in self.unique_identifiers.items())
 
     @abstractmethod
     def encode(self, text: bytes) -> npt.NDArray[Any]:
-        """Ids of one document without the end-of-document id, int64 ``[length]``."""
+        """Return the ids of one document without the end-of-document id, int64 ``[length]``."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte. Byte 0, which no text contains, ends a document."""
+    """Tokenizer with one id per byte. Byte 0, which no text contains, ends a document."""
 
     vocab_size = 256
     eod = 0
@@ -97,5 +97,5 @@ class FileTokenizer(Tokenizer):
 
 
 def build_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``; of bytes without a path."""
+    """Return the tokenizer of a ``tokenizer.json``; without a path the byte tokenizer."""
     return FileTokenizer(path) if path else ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` checkpoints, written by torch's writer in this process or in one beside training.
+"""Megatron's ``torch_dist`` checkpoints, written by torch's writer in this process or in a forked one.
 
 Megatron's own writer starts processes that outlive a killed parent and keep its output pipes open. The files
 are the same.
@@ -30,7 +30,7 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
     torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
     request: Any = megatron("core.dist_checkpointing.strategies.async_utils").AsyncRequest
 
-    # Since 0.17 any other class is put aside without a word.
+    # Since 0.17 Megatron silently ignores a strategy of any other class.
     class SaveWithTorch(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             shards = self.planned(sharded_state_dict, checkpoint_dir)
@@ -56,19 +56,19 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
 
 
 def write_beside(parent: int, write: Callable[[], None]) -> Callable[[], None]:
-    """Return what a process that is forked to write does.
+    """Return the main function of a process that is forked to write.
 
-    The process ends with its parent, whose output it has, and computes in one thread: others are not forked
-    with it.
+    The process ends with its parent, with which it shares its output. It computes in one thread, because
+    other threads are not forked with it.
 
     Args:
-        parent: number of the process that forks; in that one itself the function just writes.
-        write: writes.
+        parent: process id of the process that forks; in that process itself the function just writes.
+        write: function that writes the files.
     """
 
     def beside() -> None:
         if os.getpid() != parent:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
             torch.set_num_threads(1)
             if not end_with_parent(parent):
                 return
@@ -78,18 +78,18 @@ def write_beside(parent: int, write: Callable[[], None]) -> Callable[[], None]:
 
 
 class Shards(torch_checkpoint.FileSystemWriter):
-    """Writer of torch in three parts: what a rank has is kept, written, and listed when all have written."""
+    """torch's writer in three parts: copy a rank's tensors, write them, list all ranks' tensors."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, per_thread_copy_ahead=0)  # which would use the device
         self._kept: dict[Any, Any] = {}
         self._plan: Any = None
         self._metadata: Any = None
-        # Without a name, because nothing may be left of it; shared with a process forked later.
+        # An unnamed file, so that nothing is left of it; shared with a process forked later.
         self._outcome: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        """Keep tensors as they are now, on the host; torch expects a list of what is written."""
+        """Copy the tensors to the host; return an empty list, where torch expects written items."""
         self._plan = plan
         self._kept = {item.index: _on_the_host(planner.resolve_data(item)) for item in plan.items}
         torch.cuda.synchronize()
@@ -102,30 +102,30 @@ class Shards(torch_checkpoint.FileSystemWriter):
         self._metadata = metadata
 
     def resolve_data(self, item: Any) -> Any:
-        """Return what is kept of an item, as a planner does."""
+        """Return the copied data of an item, as a planner does."""
         return self._kept[item.index]
 
     def write(self) -> None:
-        """Write this rank's file, in whichever process; :meth:`complete` tells what has come of it."""
-        found: tuple[str, list[Any]]
+        """Write this rank's file, in any process; :meth:`complete` reads the outcome."""
+        outcome: tuple[str, list[Any]]
         try:
             results = super().write_data(self._plan, self).wait()  # type: ignore[arg-type]
-            # torch syncs before it closes a file, when the end is still in a buffer of Python.
+            # torch syncs before it closes a file, when the end may still be in a buffer of Python.
             for name in {result.storage_data.relative_path for result in results}:
                 sync(Path(self.path, name))
-            found = "", results
+            outcome = "", results
         except Exception as error:  # tensors and files of any kind
-            found = f"{type(error).__name__}: {error}", []
-        with contextlib.suppress(OSError):  # complete() finds nothing
-            pickle.dump(found, self._outcome)
+            outcome = f"{type(error).__name__}: {error}", []
+        with contextlib.suppress(OSError):  # complete() then finds nothing
+            pickle.dump(outcome, self._outcome)
             self._outcome.flush()
         self._kept.clear()
 
     def complete(self) -> None:
-        """Write the list of all ranks' tensors when all have written theirs; all ranks call it together.
+        """Write the list of all ranks' tensors after all have written them; all ranks call this together.
 
         Raises:
-            RunError: on all ranks: one of them has not written its file.
+            RunError: a rank has not written its file; raised on all ranks.
         """
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._outcome_of_this_rank())
@@ -148,7 +148,7 @@ class Shards(torch_checkpoint.FileSystemWriter):
 
 
 def _on_the_host(data: Any) -> Any:
-    """Return a tensor on the host, on pages that a forked process has for itself; other data as they are."""
+    """Return a tensor on the host, on pages private to a forked process; other data unchanged."""
     if not isinstance(data, torch.Tensor):
         return data
     tensor = data.detach()

@@ -36,7 +36,7 @@ from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
 
 OnEnd = Callable[[Stepper], None]
-_PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time
+_PATIENCE_S = 5.0  # torchrun forwards the terminal's signal, so that it arrives twice
 
 
 def train(
@@ -44,20 +44,21 @@ def train(
 ) -> list[Record]:
     """Run the job and return one record per step made by this call, on every rank.
 
-    Creates process groups unless they exist, and destroys what it created, so that one process can run any
-    number of jobs one after the other. Features must be enabled before.
+    Creates process groups unless they exist, and destroys the ones that it created, so that one process can
+    run any number of jobs one after the other. Features must be enabled before.
 
     Args:
-        args: from :func:`dsa_job.arguments.parse_args`, checked by :func:`dsa_job.validation.check`.
-        on_end: called after the last step, while model and optimizer still exist.
-        run: the run's folder, on rank 0; without it only checkpoints are written, to ``--save``.
-        quiet: print nothing.
+        args: arguments from :func:`dsa_job.arguments.parse_args`, checked by
+            :func:`dsa_job.validation.check`.
+        on_end: function called after the last step, while model and optimizer still exist.
+        run: run's folder, on rank 0; without it only checkpoints are written, to ``--save``.
+        quiet: whether to print nothing.
     """
     joined = distributed.initialize(args, World.from_environment())
     try:
-        chosen = distributed.from_rank_0(lambda: _complete(args, run))
-        resumed = chosen.pop("resumed")
-        args = argparse.Namespace(**{**vars(args), **chosen})
+        completed = distributed.from_rank_0(lambda: _complete(args, run))
+        resumed = completed.pop("resumed")
+        args = argparse.Namespace(**{**vars(args), **completed})
         with _deterministic(args), distributed.model_parallel(args), _ctrl_c() as interrupts:
             records = _Job(args, run, resumed, interrupts, quiet).run(on_end)
     except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank
@@ -73,7 +74,7 @@ def _leave(joined: bool) -> None:
 
 
 def _complete(args: argparse.Namespace, run: Run | None) -> dict[str, Any]:
-    """Arguments that follow from the run's folder, and whether it is ``resumed``; rank 0 knows."""
+    """Return arguments that follow from the run's folder, and whether it is ``resumed``; runs on rank 0."""
     resumed = run is not None and run.resumed
     save, load, cache = args.save, args.load, args.data_cache_path
     if run is not None:
@@ -81,17 +82,17 @@ def _complete(args: argparse.Namespace, run: Run | None) -> dict[str, Any]:
         load = save if resumed else load
         cache = cache or str(Path(args.output_dir) / "data-cache")
     save = None if args.no_save else save
-    chosen = {"save": save, "load": load, "data_cache_path": cache, "resumed": resumed}
-    if resumed:  # what the run began from does not matter any more
-        chosen.update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
-    if not args.train_iters:  # initial weights: the rest has no state yet
-        chosen.update(no_save_optim=True, no_save_rng=True)
-    return chosen
+    completed = {"save": save, "load": load, "data_cache_path": cache, "resumed": resumed}
+    if resumed:  # the run's starting point no longer matters
+        completed.update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    if not args.train_iters:  # initial weights: there is no other state yet
+        completed.update(no_save_optim=True, no_save_rng=True)
+    return completed
 
 
 @contextlib.contextmanager
 def _deterministic(args: argparse.Namespace) -> Iterator[None]:
-    """Sums in a fixed order; on a CPU with several threads some are not otherwise."""
+    """Add in a fixed order; otherwise some sums on a CPU with several threads vary."""
     before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     if args.deterministic_mode:
@@ -106,7 +107,7 @@ def _deterministic(args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[float]]:
-    """Times of every Ctrl-C, so that the step can end after the first; a later one ends at once."""
+    """Yield the times of every Ctrl-C, so that the step can end after the first; a later one ends at once."""
     times: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -114,7 +115,7 @@ def _ctrl_c() -> Iterator[list[float]]:
         if times[-1] - times[0] > _PATIENCE_S:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield times
         return
     before = signal.signal(signal.SIGINT, handle)
@@ -125,7 +126,7 @@ def _ctrl_c() -> Iterator[list[float]]:
 
 
 class _Job:
-    """Everything of one job that needs its process groups."""
+    """State of one job that needs its process groups."""
 
     def __init__(
         self, args: argparse.Namespace, run: Run | None, resumed: bool, interrupts: list[float], quiet: bool
@@ -158,7 +159,7 @@ class _Job:
             checkpoints.remove_partial(Path(args.save))
         if args.load:
             self._load()
-        # A checkpoint that was loaded from --save is not written again, perhaps with less in it.
+        # Do not write a checkpoint loaded from --save again, perhaps with less in it.
         self.saved = self.progress.iteration if saves_where_it_loads(args) else None
         self.wall_before = self.progress.wall_s
         self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
@@ -276,7 +277,7 @@ class _Job:
     def _evaluate(self) -> None:
         if self.heldout_data is None:
             return
-        # Always the same samples, so that the losses can be compared.
+        # Use the same samples every time, so that the losses can be compared.
         stream = data.batches(self.args, self.heldout_data, 0, len(self.stepper.model))
         self.reporter.evaluation(self.progress.iteration, self.stepper.evaluate(stream, self.args.eval_iters))
 
@@ -284,7 +285,7 @@ class _Job:
         return self.wall_before + time.monotonic() - self.start
 
     def _save(self) -> None:
-        """Save, after what is left of the save before; training goes on meanwhile, unless told to wait."""
+        """Finish the previous save, then save; training continues meanwhile with ``--async-save``."""
         self._finish_saves(wait=True)
         self.progress.wall_s = distributed.max_over_ranks(self._wall())
         stepper, folder, step = self.stepper, Path(self.args.save), self.progress.iteration
@@ -305,10 +306,10 @@ class _Job:
             weights.write(self.args, step)
 
     def _finish_saves(self, wait: bool) -> None:
-        """Name checkpoints that are written; all ranks call it together.
+        """Publish checkpoints whose files are written; all ranks call this together.
 
         Args:
-            wait: until all are.
+            wait: whether to wait for all of them.
         """
         if self.saves.get_num_unfinalized_calls():
             self.saves.maybe_finalize_async_calls(blocking=wait)
@@ -324,7 +325,7 @@ class _Job:
 
 
 def _build(args: argparse.Namespace, config: Any) -> list[Any]:
-    """Build the model; where Megatron cannot without a repair, the error names the switch that is off."""
+    """Build the model; if Megatron needs a repair that is switched off, the error names the switch."""
     try:
         return build_model(args, config)
     except mindspeed_dsa.MindSpeedDSAError:

@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process group exists, all problems at once.
+"""Checks of everything that can be refused before a process group exists, all problems at once.
 
 Megatron's own configuration checks some of this too, but later and one problem at a time.
 """
@@ -20,7 +20,7 @@ from mindspeed_dsa.runs.files import number
 
 @dataclass(frozen=True)
 class World:
-    """Place of this process among all, as torchrun describes it in the environment."""
+    """Place of this process among all, from torchrun's environment variables."""
 
     rank: int = 0
     size: int = 1
@@ -28,7 +28,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; a lone process has none of them."""
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; a single process has none of them."""
         values = []
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             text = os.environ.get(name, default)
@@ -42,18 +42,18 @@ class World:
 
 
 def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
-    """Ranks that hold the same part of the model's dense layers."""
+    """Return the number of ranks that hold the same part of the model's dense layers."""
     return world_size // _ranks_of_a_replica(args)
 
 
 def _ranks_of_a_replica(args: argparse.Namespace) -> int:
-    """Ranks that hold different parts of the model, or of the same sequences."""
+    """Return the number of ranks that hold different parts of the model, or of the same sequences."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     return int(model * args.context_parallel_size)
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Vocabulary rounded up, to the same size in every layout, unlike in Megatron-LM."""
+    """Return the vocabulary rounded up, to the same size in every layout, unlike in Megatron-LM."""
     step = args.make_vocab_size_divisible_by
     return -(-vocab_size // step) * step
 
@@ -121,9 +121,9 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
 
 
 def _check_stages(args: argparse.Namespace, pp: int) -> Iterator[str]:
-    """Check how layers are dealt out to the ranks of a pipeline."""
+    """Yield problems of the layers' distribution over the ranks of a pipeline."""
     if args.schedules_method == "dualpipev":
-        return  # which checks that itself
+        return  # the feature checks it
     if args.pipeline_model_parallel_layout is not None:
         yield from _check_pipeline_layout(args)
         return
@@ -173,10 +173,10 @@ def _check_pipeline_layout(args: argparse.Namespace) -> Iterator[str]:
 
 def _check_interleaving(args: argparse.Namespace, pp: int) -> Iterator[str]:
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    given = [(FLAGS[name].name, getattr(args, name)) for name in names if getattr(args, name)]
-    if not given:
+    flags = [(FLAGS[name].name, getattr(args, name)) for name in names if getattr(args, name)]
+    if not flags:
         return
-    (flag, parts), *another = given
+    (flag, parts), *another = flags
     per_rank = args.num_layers // pp
     if another:
         yield f"{flag} and {another[0][0]} say the same; keep one of them"

@@ -1,4 +1,4 @@
-"""Weights as Hugging Face has them: read before the optimizer is made, and written of checkpoints."""
+"""Hugging Face weights: read before the optimizer is built, and written from checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 
 
 def read(args: argparse.Namespace, model: list[Any]) -> None:
-    """Fill a model just built with the weights of ``--load-hf``, unless a checkpoint follows."""
+    """Fill a newly built model with the weights of ``--load-hf``, unless a checkpoint follows."""
     if args.load_hf and not args.load:
         from mindspeed_dsa.features.checkpoints.hugging_face import loading  # needs safetensors
 

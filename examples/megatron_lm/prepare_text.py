@@ -1,9 +1,9 @@
-"""Turn a folder of text files into what Megatron-LM's ``tools/preprocess_data.py`` reads.
+"""Turn a folder of text files into the input of Megatron-LM's ``tools/preprocess_data.py``.
 
     python prepare_text.py FOLDER OUTPUT
 
 writes ``OUTPUT/text.jsonl``, one document a line, and a byte-level BPE tokenizer trained on it
-(``vocab.json``, ``merges.txt``), so that nothing need be downloaded.
+(``vocab.json``, ``merges.txt``), so that nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 
 END = "<|endoftext|>"
-"""The end-of-document token by the name that Megatron's GPT2BPETokenizer expects."""
+"""End-of-document token by the name that Megatron's GPT2BPETokenizer expects."""
 
 
 def main() -> int:
-    """Write the three files; exit status 1 if there is no text."""
+    """Write the three files; return exit status 1 if there is no text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def documents(folder: Path, pattern: str, max_bytes: int) -> Iterator[str]:
-    """Texts of the files, in the order of their names, until there is enough."""
+    """Yield the texts of the files, in the order of their names, until there is enough."""
     total = 0
     for path in sorted(folder.rglob(pattern)):
         try:

@@ -3,7 +3,7 @@
     python run_megatron.py MEGATRON_LM/pretrain_gpt.py ARGUMENTS...
     torchrun --nproc-per-node 8 run_megatron.py MEGATRON_LM/pretrain_gpt.py ARGUMENTS...
 
-It does what the line ``import mindspeed_dsa.megatron_adaptor`` at the top of the script would do.
+It has the effect of the line ``import mindspeed_dsa.megatron_adaptor`` at the top of the script.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ USAGE = "usage: run_megatron.py SCRIPT [ARGUMENTS OF SCRIPT]...; SCRIPT is e.g. 
 
 
 def main() -> None:
-    """Take this launcher out of ``sys.argv`` and ``sys.path``, arm the patches, run the script."""
+    """Remove this launcher from ``sys.argv`` and ``sys.path``, arm the patches, run the script."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(USAGE)
     script = os.path.abspath(sys.argv[1])
     if not os.path.isfile(script):
         sys.exit(f"run_megatron.py: there is no script {script}; {USAGE}")
-    # As if Python had been started with the script: its folder, which holds the checkout's `megatron`
-    # package, comes first on the path instead of this one.
+    # As if Python had been started with the script: its folder, with the checkout's `megatron` package, comes
+    # first on the path instead of this one.
     sys.argv[:] = [script, *sys.argv[2:]]
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.path.dirname(script), *(entry for entry in sys.path if os.path.abspath(entry) != here)]
@@ -36,7 +36,7 @@ def main() -> None:
     try:
         import_module("mindspeed_dsa.megatron_adaptor")
         runpy.run_path(script, run_name="__main__")
-    except MindSpeedDSAError as error:  # whose message says what to do, and a traceback would bury it
+    except MindSpeedDSAError as error:  # its message names the remedy; a traceback would bury it
         say_once(f"{os.path.basename(script)}: {error}")
         sys.exit(REFUSED)
 

@@ -1,1 +1,1 @@
-"""Logs how unevenly Megatron's MoE routers load their experts."""
+"""Logs the load imbalance of the experts of Megatron's MoE routers."""

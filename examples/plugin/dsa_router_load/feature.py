@@ -14,7 +14,7 @@ class Options:
     """Options of router-load.
 
     Attributes:
-        interval: forward passes of a layer from one line of the log to the next.
+        interval: number of a layer's forward passes per line of the log.
     """
 
     interval: int

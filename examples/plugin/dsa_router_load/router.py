@@ -14,15 +14,14 @@ from mindspeed_dsa.feature import Context
 
 
 def log_load(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.forward``; its result is passed on unchanged.
-
-    The counts belong to this composition, not to the module: another session in the process has its own.
-    """
+    """Decorate ``TopKRouter.forward``: log the load, and return the original result."""
+    # The counts belong to this decorator, not to the module: another session in the process has its own.
     calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, input, *args, **kwargs)
-        # Recomputed layers run twice, the first time without gradients; evaluation runs without as well.
+        # Recomputed layers run twice, the first time without gradients; evaluation also runs without
+        # gradients.
         if torch.is_grad_enabled():
             calls[self] = calls.get(self, 0) + 1
             if calls[self] % context.options.interval == 0:

@@ -1,4 +1,4 @@
-"""On Megatron's own router: what is logged, and that the result is stock's."""
+"""Tests on Megatron's own router: log lines, and a result equal to stock's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS, HIDDEN = 4, 8
 
 @pytest.fixture
 def lines():
-    """What the feature logs."""
+    """Lines that the feature logs."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
