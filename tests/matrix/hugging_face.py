@@ -19,6 +19,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import of_class
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, Shape
+from mindspeed_dsa.runs.files import RunError
 from tests.matrix import model as tiny
 from tests.matrix.sharing_steps import communication
 from tests.matrix.steps import EXPERT_SIZES, job_of_any_release
@@ -328,3 +329,19 @@ def biases_in_bf16(model: Model, folder: str) -> dict[str, Tensor]:
         wrapped = Float16Module(config, tiny.gpt_model(config))
         loading.load([wrapped], Path(folder), config, log.get())
         return _expert_biases(wrapped.module)
+
+
+def refusal(model: Model, switches: Mapping[str, Any], folder: str, **layout: int) -> str:
+    """Read a model whose files cannot be used; return the message.
+
+    Args:
+        model: which one.
+        switches: of our features.
+        folder: of its files.
+        layout: sizes of the groups of ranks.
+    """
+    try:
+        step(model, switches, folder, **layout)
+    except RunError as error:
+        return str(error)
+    return "nothing is refused"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mindspeed_dsa.megatron.selections import Sharing
 from tests.matrix import hugging_face
@@ -136,6 +137,20 @@ def test_biases_of_routers_are_not_rounded(pool: Any, tmp_path: Path) -> None:
         layer = name.split(".")[2]
         assert torch.equal(bias, files[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"])
         assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def test_all_ranks_refuse_numbers_that_are_not_finite(pool: Any, tmp_path: Path) -> None:
+    """With TP2 the second rank alone reads the last rows."""
+    model, name = Model(DENSE), "model.layers.0.self_attn.q_b_proj.weight"
+    hugging_face.of_transformers(model, tmp_path)
+    tensors = hugging_face.read_files(tmp_path)
+    tensors[name][-1, 3:5] = torch.nan
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file(tensors, file, {"format": "pt"})
+    function = "tests.matrix.hugging_face:refusal"
+    sizes = {"switches": DENSE_ATTENTION, "folder": str(tmp_path), "tp": 2}
+    for message in pool.run(function, 2, model=model, **sizes):
+        assert f"have NaN or infinities: {name} (2 in {file.name}); fetch these files again" in message
 
 
 @pytest.mark.parametrize("kind", [pytest.param(DENSE, marks=pytest.mark.full), GLM])

@@ -88,7 +88,8 @@ def run(wanted: Import, progress: Progress) -> None:
             file.
 
     Raises:
-        RunError: the files do not match the model, the target exists, or another process writes it.
+        RunError: the files do not match the model or have NaN or infinities, the target exists, or another
+            process writes it.
     """
     shape = Shape.of(argparse.Namespace(**wanted.values), wanted.files.architecture)
     together(lambda: _check(wanted, shape), WHO)
@@ -101,6 +102,7 @@ def run(wanted: Import, progress: Progress) -> None:
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
         strategy = _strategy(megatron, wanted, shape, progress)
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
+        together(lambda: wanted.files.require_finite(WHO), WHO)
         together(lambda: _publish(wanted) if is_first() else None, WHO)
 
 

@@ -19,7 +19,8 @@ from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, fp8
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL
 from mindspeed_dsa.features.checkpoints.hugging_face.config import FILE
-from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, weights_of
+from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
+from mindspeed_dsa.features.checkpoints.hugging_face.layouts import FACTORS
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     PADDED,
     Place,
@@ -190,8 +191,10 @@ class Plan:
         return self.dtype or stored or torch.bfloat16
 
     def _factors_dtype(self, name: str) -> torch.dtype:
-        stored = self._like.factors_dtype(name) if self._like is not None else None
-        return stored or torch.float32
+        like = self._like if self._like is not None and self._like.block(name) == fp8.BLOCK else None
+        stored = None if like is None else like.factors_dtype(name)
+        # fp16 has too few exponents for new factors.
+        return stored if stored in (torch.bfloat16, torch.float8_e8m0fnu) else torch.float32
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -247,12 +250,14 @@ class Plan:
         piece, dtype, like = self._pieces[name], self._dtype(name), self._like
         if dtype != torch.float8_e4m3fn:
             return self._reader.read(piece, dtype), None
-        factors = like.factors(name) if like is not None and like.block == fp8.BLOCK else None
+        factors = like.factors(name) if like is not None and like.block(name) == fp8.BLOCK else None
         # With the factors that it was read with, an unchanged weight gives the same bytes again.
+        stored = self._factors_dtype(name)
         powers = like is not None and like.quantised.get("scale_fmt") == fp8.POWERS_OF_TWO
-        powers = powers or self._factors_dtype(name) != torch.float32  # float8_e8m0fnu has powers of two only
+        powers = powers or stored == torch.float8_e8m0fnu  # which has powers of two only
         try:
-            return fp8.quantise(self._reader.read(piece, piece.data.dtype), factors, powers_of_two=powers)
+            weight = self._reader.read(piece, piece.data.dtype)
+            return fp8.quantise(weight, factors, powers_of_two=powers, factors_dtype=stored)
         except RunError as error:
             raise RunError(f"{_WHO}: {self.checkpoint}: {name}: {error}") from error
 
@@ -265,11 +270,14 @@ class Plan:
         config["dtype"] = str(self._dtype(embedding)).removeprefix("torch.")
         config.pop("quantization_config", None)
         if self.fp8_blocks:
+            quantised = {} if self._like is None else self._like.quantised
+            # Other methods describe factors of other names and shapes than those that are written.
+            quantised = quantised if quantised.get("quant_method") == "fp8" else {}
             config["quantization_config"] = {
-                "activation_scheme": "dynamic",
                 "fmt": "e4m3",
                 "quant_method": "fp8",
-                **(self._like.quantised if self._like is not None else {}),
+                **quantised,
+                "activation_scheme": "dynamic",
                 "weight_block_size": list(fp8.BLOCK),
             }
         (self.partial / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

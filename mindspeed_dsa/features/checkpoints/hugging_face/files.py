@@ -7,6 +7,9 @@ use, and their pages belong to the kernel's page cache, not to this process.
 from __future__ import annotations
 
 import json
+import math
+import threading
+from collections import Counter
 from collections.abc import Iterator, KeysView, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8
+from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8, layouts
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
     LAYERS,
@@ -27,11 +30,8 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, MOST_L
 from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
-FACTORS = "_scale_inv"
-"""Suffix of the factors' names of FP8 weights."""
-FACTOR_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Dtypes of factors in files. DeepSeek's files to V3.2 use fp32, even for powers of two."""
-_LARGEST_BLOCK = 2**16
+_CHUNK = 2**18
+"""Elements that are copied and then counted, while they are in a core's cache."""
 
 
 def weights_of(folder: Path, who: str = "mindspeed_dsa load-hf") -> Reader:
@@ -56,11 +56,12 @@ class Reader:
     Attributes:
         folder: folder of the model.
         quantised: ``quantization_config`` of the configuration.
-        block: rows and columns of an FP8 block.
         predictions: layer numbers of the multi-token prediction layers.
+        non_finite: counts of NaN and infinities among the numbers read so far, by name of weight.
 
     Raises:
-        RunError: files are missing or damaged; the message lists all problems.
+        RunError: files are missing or damaged, or store weights in a layout that is not read; the message
+            lists all problems.
     """
 
     def __init__(self, folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -69,19 +70,25 @@ class Reader:
         problems: list[str] = []
         quantised = described.get("quantization_config") or {}
         self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
-        block = self.quantised.get("weight_block_size") or list(fp8.BLOCK)
-        if not _is_block(block):
-            problems.append(f"config.json has a weight_block_size of {block!r}, which is no rows and columns")
-            block = fp8.BLOCK
-        self.block: tuple[int, int] = (block[0], block[1])
+        given = layouts.block_of(self.quantised)
+        if given is not None and not layouts.is_block(given):
+            problems.append(f"config.json has a weight_block_size of {given!r}, which is no rows and columns")
+            given = None
+        block = fp8.BLOCK if given is None else (given[0], given[1])
         layers, more = (_layers(described, name, problems) for name in (LAYERS, PREDICTIONS))
         self.predictions = range(layers, layers + more)
-        tensors = _tensors(folder, problems)
-        self._factors = {
-            name.removesuffix(FACTORS): tensor for name, tensor in tensors.items() if name.endswith(FACTORS)
-        }
-        self._weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
-        problems += self._wrong_factors()
+        self.non_finite = Counter[str]()
+        self._lock = threading.Lock()
+        tensors, self._files = _tensors(folder, problems)
+        found = layouts.sort(tensors, block, given is not None)
+        if found.unread:
+            raise self._error(
+                [f"{layout}: {listed(names)}" for layout, names in found.unread.items()],
+                "are stored in a layout that is not read; name a folder with this model in bf16, or in "
+                "FP8 (e4m3) with a factor for each block, row or tensor",
+            )
+        self._factors, self._weights = found.factors, found.weights
+        problems += found.problems
         if problems:
             raise self._error(problems)
 
@@ -107,39 +114,61 @@ class Reader:
         """Return the stored dtype of a weight; ``float8_e4m3fn`` has factors, and is read as bf16."""
         return self._weights[name].dtype
 
+    def file(self, name: str) -> str:
+        """Return the name of the file that a weight is in."""
+        return self._files[name]
+
     def factors(self, name: str) -> Tensor | None:
-        """Return an FP8 weight's factors, fp32 ``[ceil(rows / 128), ceil(columns / 128)]``, else ``None``.
+        """Return an FP8 weight's factors, fp32 ``[rows of blocks, columns of blocks]``, else ``None``.
 
         Raises:
-            RunError: a factor is not a positive number.
+            RunError: a factor cannot be used.
         """
         stored = self._factors.get(name)
         if stored is None:
             return None
-        factors = stored.float()
-        if wrong := fp8.wrong_factor(factors):
-            raise self._error([f"{name}{FACTORS} holds {wrong}, which is no factor of an FP8 block"])
-        return factors
+        if wrong := stored.wrong(self._weights[name]):
+            raise self._error([wrong])
+        return stored.stored.float()
 
     def factors_dtype(self, name: str) -> torch.dtype | None:
         """Return the stored dtype of a weight's factors; ``None`` unless FP8."""
-        return self._factors[name].dtype if name in self._factors else None
+        return self._factors[name].stored.dtype if name in self._factors else None
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Return the rows and columns that share a factor of a weight; ``None`` unless FP8."""
+        return self._factors[name].block if name in self._factors else None
 
     def check_factors(self) -> None:
         """Check the factors of all weights, which are 1 / 4096 of the weights' bytes.
 
         Raises:
-            RunError: factors are not positive numbers; the message lists their weights.
+            RunError: factors cannot be used; the message lists them.
         """
         # One fp32 factor per block: 4 bytes / (128 x 128 bytes) = 1 / 4096.
-        checked = ((name, fp8.wrong_factor(each.float())) for name, each in self._factors.items())
-        problems = [
-            f"{name}{FACTORS} holds {wrong}, which is no factor of an FP8 block"
-            for name, wrong in checked
-            if wrong
-        ]
-        if problems:
+        if problems := list(self.wrong_factors()):
             raise self._error(problems)
+
+    def wrong_factors(self) -> Iterator[str]:
+        """Yield a message for each weight with factors that cannot be used."""
+        found = (stored.wrong(self._weights[name]) for name, stored in self._factors.items())
+        yield from (wrong for wrong in found if wrong)
+
+    def require_finite(self, who: str) -> None:
+        """Refuse the files if NaN or infinities were among the numbers read so far.
+
+        Args:
+            who: prefix of the error message.
+
+        Raises:
+            RunError: names the weights, their files and counts.
+        """
+        if self.non_finite:
+            found = [f"{name} ({count} in {self.file(name)})" for name, count in self.non_finite.items()]
+            raise RunError(
+                f"{who}: the weights in {self.folder} have NaN or infinities: {listed(found)}; fetch these "
+                "files again, or name weights from before training diverged; `weights check` lists all"
+            )
 
     def read(self, name: str, begin: int, end: int, columns: tuple[int, int] | None = None) -> Tensor:
         """Return rows of a weight in the stored dtype, in mapped memory.
@@ -172,54 +201,68 @@ class Reader:
         if rows.shape != out.shape:
             raise ValueError(f"{list(out.shape)} cannot take {list(rows.shape)} of {name}")
         factors, out = self.factors(name), out.detach()
-        if factors is None:
-            out.copy_(rows)
-        else:
-            fp8.dequantise(rows, factors, out, begin, columns[0] if columns else 0, self.block)
+        if factors is not None:
+            first_column, block = columns[0] if columns else 0, self._factors[name].block
+            count = fp8.dequantise(rows, factors, out, begin, first_column, block)
+            # Products fit bf16, and may not fit fp16.
+            self._count(name, non_finite(out) if out.dtype == torch.float16 else count)
+            return
+        at_once = max(1, _CHUNK // max(1, math.prod(out.shape[1:])))
+        for into, part in zip(out.split(at_once), rows.split(at_once), strict=True):
+            into.copy_(part)
+            # A cast to a smaller dtype can give infinities, so its result is counted where it can be read.
+            self._count(name, non_finite(into if into.device.type == "cpu" else part))
 
-    def _wrong_factors(self) -> Iterator[str]:
-        """Yield problems with dtypes and shapes of FP8 weights and factors."""
-        for name in self._factors:
-            if name not in self._weights or self.dtype(name) != torch.float8_e4m3fn:
-                yield f"{name}{FACTORS} has no weight in FP8 (F8_E4M3) to belong to"
-        for name, weight in self._weights.items():
-            if weight.dtype != torch.float8_e4m3fn:
-                continue
-            factors = self._factors.get(name)
-            if factors is None:
-                yield f"{name} is in FP8, and {name}{FACTORS} with its factors is not there"
-            elif weight.dim() != 2:
-                yield f"{name} is in FP8 and {list(weight.shape)}, which is no matrix"
-            else:
-                expected = fp8.factors_shape(tuple(weight.shape), self.block)
-                if factors.dtype not in FACTOR_DTYPES or factors.shape != expected:
-                    yield (
-                        f"{name}{FACTORS} is {list(factors.shape)} in {factors.dtype}; blocks of "
-                        f"{self.block[0]} x {self.block[1]} need {list(expected)} in "
-                        f"{' or '.join(map(str, FACTOR_DTYPES))}"
-                    )
+    def count(self, name: str, rows: Tensor | None = None) -> None:
+        """Add NaN and infinities in rows of a weight, by default all, to :attr:`non_finite`."""
+        self._count(name, non_finite(self._weights[name] if rows is None else rows))
 
-    def _error(self, problems: list[str]) -> RunError:
+    def _count(self, name: str, count: int) -> None:
+        if count:
+            with self._lock:
+                self.non_finite[name] += count
+
+    def _error(
+        self,
+        problems: list[str],
+        remedy: str = "cannot be used; fetch the files again, or name another folder",
+    ) -> RunError:
         lines = "".join(f"\n  - {problem}" for problem in problems)
-        return RunError(
-            f"mindspeed_dsa: the weights in {self.folder} cannot be used; fetch the files again, or name "
-            f"another folder:{lines}"
-        )
+        return RunError(f"mindspeed_dsa: the weights in {self.folder} {remedy}:{lines}")
 
 
-def _tensors(folder: Path, problems: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of a folder's files; append problems with files to ``problems``."""
+def non_finite(numbers: Tensor) -> int:
+    """Count NaN and infinities in a tensor on the CPU, a part of 2^18 elements at a time."""
+    if numbers.numel() == 0:
+        return 0
+    numbers = numbers.reshape(1) if numbers.dim() == 0 else numbers
+    count, at_once = 0, max(1, _CHUNK * len(numbers) // numbers.numel())
+    for part in numbers.split(at_once):
+        if part.dtype == torch.float8_e4m3fn:  # has NaN, all bits but the sign's, and no infinities
+            count += int(((part.view(torch.uint8) & 0x7F) == 0x7F).sum())
+            continue
+        # The extremes are NaN if any number is. Their difference is finite, or the exact count decides.
+        least, largest = part.aminmax()
+        if not math.isfinite(largest - least):
+            count += int(part.isfinite().logical_not_().sum())
+    return count
+
+
+def _tensors(folder: Path, problems: list[str]) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Return the tensors of a folder's files, and the file of each; append problems to ``problems``."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         # transformers would read the single file, but only the user knows which one is right.
         problems.append(f"there are both {SINGLE} and {INDEX}: remove the one that is not meant")
     elif index.exists():
-        return _indexed(folder, _weight_map(index, problems), problems)
+        files = _weight_map(index, problems)
+        return _indexed(folder, files, problems), files
     elif single.exists():
-        return _mapped(single, problems)
+        tensors = _mapped(single, problems)
+        return tensors, dict.fromkeys(tensors, SINGLE)
     else:
         problems.append(f"there is neither {SINGLE} nor {INDEX}")
-    return {}
+    return {}, {}
 
 
 def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:
@@ -290,9 +333,3 @@ def _layers(described: Mapping[str, Any], name: str, problems: list[str]) -> int
         return value
     problems.append(f"config.json has a {name} of {value!r}, which is no number of layers")
     return 0
-
-
-def _is_block(block: Any) -> bool:
-    """Return whether a value is a valid pair of block rows and columns."""
-    sizes = block if isinstance(block, (list, tuple)) else ()
-    return len(sizes) == 2 and all(type(each) is int and 0 < each <= _LARGEST_BLOCK for each in sizes)

@@ -34,11 +34,29 @@ def factors_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tup
     return (*stack, math.ceil(rows / block[0]), math.ceil(columns / block[1]))
 
 
-def wrong_factor(factors: Tensor) -> str | None:
-    """Return value and position of a factor that is not positive or too large; ``None`` if all are valid."""
+def wrong_factor(factors: Tensor, weight: Tensor | None = None, block: tuple[int, int] = BLOCK) -> str | None:
+    """Return value and position of a factor that cannot be used; ``None`` if all can.
+
+    Factors are positive, and small enough for bf16. 0 is the factor of a block that holds only zeros.
+
+    Args:
+        factors: fp32 ``[rows of blocks, columns of blocks]``.
+        weight: ``float8_e4m3fn`` weight, needed only for factors of 0.
+        block: rows and columns of a block.
+    """
     wrong = ~((factors > 0) & (factors < _FACTORS_BELOW))
     if not wrong.any():
         return None
+    zero = factors == 0
+    if weight is not None and zero.any():
+        height, width = block
+        for band in zero.any(1).nonzero().flatten().tolist():
+            # Both zeros of e4m3 have no bits but the sign's.
+            used = (weight[band * height : (band + 1) * height].view(torch.uint8) & 0x7F).amax(0) > 0
+            of_blocks = torch.stack([columns.any() for columns in used.split(width)])
+            wrong[band] &= ~zero[band] | of_blocks
+        if not wrong.any():
+            return None
     position = [int(index) for index in wrong.nonzero()[0]]
     return f"{float(factors[tuple(position)])} at {position}"
 
@@ -50,7 +68,7 @@ def dequantise(
     first_row: int = 0,
     first_column: int = 0,
     block: tuple[int, int] = BLOCK,
-) -> None:
+) -> int:
     """Dequantise a part of a weight into ``out``: fp32 products rounded to bf16, then cast to its dtype.
 
     Args:
@@ -60,10 +78,14 @@ def dequantise(
         first_row: first row of the part in the weight.
         first_column: first column of the part in the weight.
         block: rows and columns of a block.
+
+    Returns:
+        Number of NaN in the part.
     """
     rows, columns = weight.shape
+    nans = 0
     if weight.numel() == 0:
-        return
+        return nans
     height, width = block
     blocks = slice(first_column // width, math.ceil((first_column + columns) / width))
     skipped = first_column % width
@@ -86,11 +108,13 @@ def dequantise(
         product.copy_(exact.view(torch.float16))
         # e4m3's NaN would become a number in fp16, so a part with NaN is cast directly.
         if int((exact & _MAGNITUDE).max()) == _NAN:
+            nans += int(((exact & _MAGNITUDE) == _NAN).sum())
             product.copy_(part.float() * 2.0**-8)
         product.view(len(scale), -1, columns).mul_(scale[:, None])
         into = out[begin : begin + count]
         into.copy_(product if into.dtype == torch.bfloat16 else product.bfloat16())
         begin += count
+    return nans
 
 
 def quantise(
@@ -98,6 +122,7 @@ def quantise(
     factors: Tensor | None = None,
     block: tuple[int, int] = BLOCK,
     powers_of_two: bool = False,
+    factors_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Quantise a weight to FP8 and return it with its factors; inverse of :func:`dequantise`.
 
@@ -112,6 +137,7 @@ def quantise(
             instead of being clamped.
         block: rows and columns of a block.
         powers_of_two: whether to round new factors up to powers of two.
+        factors_dtype: dtype that new factors are rounded to; they are returned in fp32.
 
     Returns:
         ``float8_e4m3fn`` ``[rows, columns]`` and fp32 ``[ceil(rows / 128), ceil(columns / 128)]``.
@@ -132,7 +158,8 @@ def quantise(
         of_columns = torch.maximum(values.amax(0), -values.amin(0))
         largest = torch.stack([columns_of_block.amax() for columns_of_block in of_columns.split(width)])
         fresh = (largest / LARGEST).clamp(min=2.0**_SMALLEST_POWER)
-        fresh = torch.where(largest > 0, _power_above(fresh) if powers_of_two else fresh, 1.0)
+        fresh = _power_above(fresh) if powers_of_two else fresh.to(factors_dtype).float()
+        fresh = torch.where(largest > 0, fresh, 1.0)
         # Numbers are read as bf16, and rounding to bf16 may give an infinity.
         if not (largest.bfloat16().isfinite() & (fresh < _FACTORS_BELOW)).all():
             raise RunError(
@@ -145,7 +172,8 @@ def quantise(
         elif (outgrown := largest > _SATURATES * scales[band]).any():
             scales = scales.clone() if scales is factors else scales
             scales[band] = torch.where(outgrown, fresh, scales[band])
-        scale = scales[band].repeat_interleave(width)[:columns]
+        # The factor 0 of a block of zeros would make them NaN.
+        scale = torch.where(scales[band] > 0, scales[band], 1.0).repeat_interleave(width)[:columns]
         quantised[begin : begin + height].copy_(values.div_(scale).clamp_(-LARGEST, LARGEST))
     return quantised, scales
 

@@ -92,7 +92,7 @@ def load(
         megatron: Megatron package of the model.
 
     Raises:
-        RunError: on all ranks, if the files do not fit the model or are damaged.
+        RunError: on all ranks, if the files do not fit the model, are damaged, or have NaN or infinities.
     """
     log, megatron = log or package_log.get(), megatron or Megatron()
     began = time.perf_counter()
@@ -113,6 +113,7 @@ def load(
     with torch.no_grad():
         together(lambda: _require_none(wrong_shapes(pieces, files, shape), folder), _WHO)
         filled = together(lambda: sum(fill(state, files, shape, megatron) for state in states), _WHO)
+        together(lambda: files.require_finite(_WHO), _WHO)
     if gaps.indexers:
         log.info("%s has no indexers: those of %d layers are initialised", folder, len(gaps.indexers))
     if gaps.predictions:

@@ -119,7 +119,9 @@ def read_piece(piece: Piece, files: Reader, shape: Shape, out: Tensor | None = N
         if len(parts) == 1:
             ((name, begin, end),) = parts
             if end - begin == rows and files.dtype(name) == piece.data.dtype:
-                return files.read(name, begin, end, columns)
+                mapped = files.read(name, begin, end, columns)
+                files.count(name, mapped)
+                return mapped
         out = torch.empty(piece.data.shape, dtype=piece.data.dtype)
     filled = 0
     for name, begin, end in parts:

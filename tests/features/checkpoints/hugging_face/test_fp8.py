@@ -187,3 +187,26 @@ def test_wrong_factors(value):
     assert fp8.wrong_factor(factors) is None
     factors[2, 1] = value
     assert fp8.wrong_factor(factors) == f"{value} at [2, 1]"
+
+
+def test_a_factor_of_0_is_kept_with_its_zeros():
+    weight = torch.randn(200, 300)
+    weight[128:, 256:] = 0
+    _, factors = fp8.quantise(weight)
+    factors[1, 2] = 0
+    quantised, same = fp8.quantise(weight, factors)
+    assert same is factors
+    assert not quantised[128:, 256:].view(torch.uint8).any()
+    weight[199, 299] = -448.0
+    quantised, grown = fp8.quantise(weight, factors)
+    assert grown[1, 2] == 1
+    assert quantised[199, 299].float() == -448
+
+
+def test_new_factors_can_be_stored_in_bf16():
+    """Each is rounded before numbers are divided by it, so that a reader multiplies by the same."""
+    weight = torch.randn(260, 200) * torch.logspace(-10, 10, 260)[:, None]
+    quantised, factors = fp8.quantise(weight, factors_dtype=torch.bfloat16)
+    assert torch.equal(factors, fp8.quantise(weight)[1].bfloat16().float())
+    expanded = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)[:260, :200]
+    assert same_bits(quantised, (weight / expanded).clamp(-448, 448).to(torch.float8_e4m3fn))
