@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, find
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
+    ABSENT,
+    ATTENTION_TYPES,
     COMMON,
     LAYERS,
     PREDICTIONS,
@@ -35,6 +37,8 @@ INDEXER = {
     "dsa_indexer_head_dim": "index_head_dim",
     "dsa_indexer_topk": "index_topk",
 }
+_LETTERS = {"F": "F", "C": "F", "FULL": "F", "S": "S", "SHARED": "S"}
+"""Words in patterns of layers that select keys or share them; MindSpeed-LLM writes C."""
 MOST_LAYERS = 10_000
 """Maximum number of layers in a credible file: several lists have one entry per layer."""
 _LARGEST = 2**31 - 1
@@ -73,7 +77,21 @@ def read_config(path: Path, who: str) -> dict[str, Any]:
         raise SettingsError(f"{who}: {file} cannot be read ({error}); {_NAME_A_FOLDER}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{who}: {file} is no configuration of a model; {_NAME_A_FOLDER}")
-    return content
+    return _without_wrapper(content)
+
+
+def _without_wrapper(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the keys of its ``text_config``, which some quantization tools write."""
+    inner = content.get("text_config")
+    if not isinstance(inner, dict) or "vision_config" in content:  # with images it is another model
+        return content
+    # The quantization is outside of it, and a model type such as deepseek_v32 inside, outside, or both.
+    flat = {**content, **inner}
+    flat["model_type"] = next(
+        (each.get("model_type") for each in (inner, content) if str(each.get("model_type")) in BY_TYPE), None
+    ) or content.get("model_type")
+    del flat["text_config"]
+    return flat
 
 
 def read_model(path: Path, who: str) -> tuple[dict[str, Any], int]:
@@ -183,34 +201,49 @@ def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     A list of types has priority. Frequency and offset are returned if they describe the same layers.
     """
     frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
-    pattern = config.get("index_topk_pattern")
-    letters = pattern if isinstance(pattern, (str, list)) else [pattern]
+    pattern, switch = config.get("index_topk_pattern"), config.get("use_index_cache")
     numbers = {"index_topk_freq": frequency, "index_skip_topk_offset": 0 if offset is None else offset}
     wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _is_count(value)]
-    if pattern is not None and not all(isinstance(letter, str) for letter in letters):
+    letters = None if pattern is None else _letters(pattern, config[LAYERS])
+    if pattern is not None and letters is None:
         wrong.append(f"index_topk_pattern is {pattern!r}")
+    if switch is not None and not isinstance(switch, bool):
+        wrong.append(f"use_index_cache is {switch!r}")
     if wrong:
         raise SettingsError(
-            f"{where}: {', '.join(wrong)}; give numbers, and a pattern as a letter, F or S, for each layer"
+            f"{where}: {', '.join(wrong)}; give numbers, use_index_cache true or false, and a pattern as a "
+            f"letter, F or S, for each of {config[LAYERS]} layers"
         )
+    has_types = config.get("indexer_types") is not None
+    if has_types:
+        letters = _letters(_types(config, where, "indexer_types", ("full", "shared")), config[LAYERS])
+    if switch is False:  # in vLLM it turns off pattern and frequency
+        if has_types and "S" in (letters or ""):
+            raise SettingsError(
+                f"{where}: use_index_cache is False, and indexer_types has shared layers; omit one of them"
+            )
+        return {}
     rule = Sharing(frequency, 2 if offset is None else offset)
-    if rule.frequency > 1 and rule.offset < 1:
+    if letters.startswith("S") if letters else rule.frequency > 1 and rule.offset < 1:
+        said = f"the pattern {letters}" if letters else f"index_skip_topk_offset {rule.offset}"
         raise SettingsError(
-            f"{where}: with index_skip_topk_offset {rule.offset} layer 0 shares a selection, and no layer "
-            "below it selects; give 1 or more"
+            f"{where}: with {said} layer 0 shares a selection, and no layer below it selects; give 1 or "
+            "more, or a pattern that begins with F"
         )
-    if config.get("indexer_types") is not None:
-        types = _types(config, where, "indexer_types", ("full", "shared"))
-        pattern = "".join("S" if kind == "shared" else "F" for kind in types)
-    if isinstance(pattern, list):
-        pattern = "".join("S" if letter == "shared" else "F" for letter in pattern)
-    by_rule = [rule.computes(layer) for layer in range(1, config["num_hidden_layers"] + 1)]
+    by_rule = [rule.computes(layer) for layer in range(1, config[LAYERS] + 1)]
     # A pattern that the rule reproduces is returned as the rule.
-    if pattern and [letter != "S" for letter in pattern] != by_rule:
-        return {"dsa_indexer_topk_pattern": pattern}
+    if letters and [letter != "S" for letter in letters] != by_rule:
+        return {"dsa_indexer_topk_pattern": letters} if "S" in letters else {}
     if rule.frequency == 1:
         return {}
     return {"dsa_indexer_topk_freq": rule.frequency, "dsa_indexer_skip_topk_offset": rule.offset}
+
+
+def _letters(pattern: str | list[Any], layers: int) -> str | None:
+    """Return a pattern as one letter, F or S, per layer; ``None`` if it is no pattern of so many layers."""
+    words = list(pattern) if isinstance(pattern, (str, list)) else []
+    letters = "".join(_LETTERS.get(str(word).upper(), "") for word in words)
+    return letters if len(letters) == len(words) == layers else None
 
 
 def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str, ...]) -> list[str]:
@@ -256,6 +289,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     architecture = find(config, where)
     problems = list(_no_numbers(config, architecture)) or [
         *_without_megatron(config, architecture),
+        *_with_more(config),
         *_rotary_problems(config, architecture),
     ]
     if problems:
@@ -264,6 +298,8 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     indexer = {}
     if sizes["experimental_attention_variant"] == "dsa":
         indexer = dict(MODELS[architecture.indexer])
+        if (interleaved := config.get("indexer_rope_interleave")) is not None:
+            indexer["dsa_indexer_rope_interleaved"] = interleaved
     if (sizes["mtp_num_layers"] or 0) > 1 and config.get("index_share_for_mtp_iteration"):
         indexer["dsa_indexer_share_for_mtp"] = True
     return {
@@ -325,6 +361,21 @@ def _without_megatron(config: Mapping[str, Any], architecture: Architecture) -> 
                 f"groups of experts are ranked by their two best, and it ranks them by "
                 f"num_experts_per_tok // topk_group = {topk // group_topk}"
             )
+
+
+def _with_more(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys of parts that no supported architecture has, and that change a model's outputs."""
+    for name in ABSENT:
+        # Qwen's files give the window's size even where no layer uses it.
+        if config.get(name) and not (name == "sliding_window" and config.get("use_sliding_window") is False):
+            yield f"{name} is {config[name]!r}, and it has no such part"
+    types = config.get("layer_types") or ["full_attention"]
+    if not isinstance(types, list) or not set(map(str, types)) <= set(ATTENTION_TYPES):
+        odd = sorted({*map(str, types)} - {*ATTENTION_TYPES}) if isinstance(types, list) else types
+        yield f"layer_types has {odd!r}, and it has attention over all tokens or selected ones in all layers"
+    interleaved = config.get("indexer_rope_interleave")
+    if interleaved is not None and not isinstance(interleaved, bool):
+        yield f"indexer_rope_interleave is {interleaved!r}, and it has True or False only"
 
 
 # -- rotary embeddings --------------------------------------------------------------------------

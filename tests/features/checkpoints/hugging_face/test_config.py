@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,95 @@ def test_layers_that_select_keys_are_those_of_transformers(changed):
     sharing = Sharing.of(type("Args", (), arguments_of(file, WHERE)))
     ours = ["full" if sharing.computes(layer) else "shared" for layer in range(1, 7)]
     assert ours == file["indexer_types"]
+
+
+@pytest.mark.parametrize("layers", [6, 10, 78])
+@pytest.mark.parametrize("frequency", [2, 3, 4])
+@pytest.mark.parametrize("offset", ["absent", None, 0, 1, 2, 3])
+def test_offsets_are_those_of_transformers(layers, frequency, offset):
+    """Null, where transformers has a TypeError, means what SGLang reads: the default."""
+    file = {**config("glm_moe_dsa"), "num_hidden_layers": layers, "index_topk_freq": frequency}
+    for name in ("indexer_types", "mlp_layer_types", "layer_types"):
+        del file[name]
+    there = file | ({"index_skip_topk_offset": offset} if isinstance(offset, int) else {})
+    theirs = transformers.GlmMoeDsaConfig(**there).indexer_types
+    file |= {} if offset == "absent" else {"index_skip_topk_offset": offset}
+    if theirs[0] == "shared":
+        with pytest.raises(SettingsError, match="index_skip_topk_offset 0 layer 0 shares a selection"):
+            arguments_of(file, WHERE)
+        return
+    sharing = Sharing.of(SimpleNamespace(**arguments_of(file, WHERE)))
+    assert [("shared", "full")[sharing.computes(layer)] for layer in range(1, layers + 1)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("changed", "pattern"),
+    [
+        ({"index_topk_pattern": "ffsfss"}, "FFSFSS"),
+        ({"index_topk_pattern": "CCSCSS"}, "FFSFSS"),
+        ({"index_topk_pattern": ["F", "F", "S", "F", "S", "S"]}, "FFSFSS"),
+        ({"index_topk_pattern": ["full", "full", "shared", "full", "shared", "shared"]}, "FFSFSS"),
+        ({"index_topk_pattern": "FFFFFF", "index_topk_freq": 2}, ""),
+        ({"index_topk_freq": 4, "use_index_cache": False}, ""),
+        ({"index_topk_pattern": "FFSFSS", "use_index_cache": False}, ""),
+        ({"index_topk_pattern": "FFSFSS", "use_index_cache": True}, "FFSFSS"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_other_ways_to_write_a_pattern(kind, changed, pattern):
+    file = {name: value for name, value in config(kind).items() if name != "indexer_types"} | changed
+    found = arguments_of(file, WHERE)
+    sharing = Sharing.of(SimpleNamespace(**found))
+    letters = "".join("SF"[sharing.computes(layer)] for layer in range(1, 7))
+    assert letters == (pattern or "F" * 6)
+    assert sharing.is_on == bool(pattern)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"index_topk_pattern": "FFXFSS"}, "index_topk_pattern is 'FFXFSS'; give"),
+        ({"index_topk_pattern": "FFSFS"}, "index_topk_pattern is 'FFSFS'; give .* for each of 6 layers"),
+        ({"index_topk_pattern": "SFSFSS"}, "with the pattern SFSFSS layer 0 shares a selection"),
+        ({"use_index_cache": "no"}, "use_index_cache is 'no'"),
+        (
+            {"indexer_types": ["full"] * 5 + ["shared"], "use_index_cache": False},
+            "use_index_cache is False, and indexer_types has shared layers",
+        ),
+    ],
+    ids=str,
+)
+def test_patterns_that_say_nothing_are_refused(changed, problem):
+    bare = {name: value for name, value in config("glm_moe_dsa").items() if name != "indexer_types"}
+    with pytest.raises(SettingsError, match=problem):
+        arguments_of(bare | changed, WHERE)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_rotation_of_indexers_is_read(kind):
+    usual = arguments(kind)["dsa_indexer_rope_interleaved"]
+    for value, read in ((True, True), (False, False), (None, usual)):
+        found = arguments_of({**config(kind), "indexer_rope_interleave": value}, WHERE)
+        assert found["dsa_indexer_rope_interleaved"] is read
+
+
+@pytest.mark.parametrize(
+    "wrapped", [{"model_type": "deepseek_v32"}, {"model_type": "deepseek_v32_wrapper"}, {}]
+)
+def test_a_model_in_text_config_is_read(wrapped, tmp_path):
+    """Some quantization tools write it so."""
+    inner, quantised = config("deepseek_v32"), {"quantization_config": {"quant_method": "fp8"}}
+    if "wrapper" not in str(wrapped):
+        inner["model_type"] = "deepseek_v32_text" if wrapped else "deepseek_v32"
+    (tmp_path / "config.json").write_text(json.dumps({**wrapped, **quantised, "text_config": inner}))
+    read = read_config(tmp_path, "me")
+    assert arguments_of(read, WHERE) == arguments("deepseek_v32")
+    assert read["quantization_config"] == {"quant_method": "fp8"}
+    with_images = {"model_type": "kimi_k25", "vision_config": {}, "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(with_images))
+    with pytest.raises(SettingsError, match="model_type 'kimi_k25'"):
+        arguments_of(read_config(tmp_path, "me"), WHERE)
 
 
 def test_an_iterated_prediction_layer_shares_where_there_are_several():
@@ -244,6 +334,15 @@ def test_experts_are_chosen_as_transformers_does(changed):
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit is 10.0"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"add_attention_sink": True}, "add_attention_sink is True"),
+        (
+            {"layer_types": ["indexed_attention", "sliding_attention"] * 3},
+            "layer_types has ['sliding_attention']",
+        ),
+        ({"indexer_rope_interleave": 1}, "indexer_rope_interleave is 1, and it has True or False only"),
         ({"rope_interleave": False}, "rope_interleave is False"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"num_experts_per_tok": 1, "n_group": 1}, "norm_topk_prob is True"),

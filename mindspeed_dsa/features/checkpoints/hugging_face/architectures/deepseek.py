@@ -88,6 +88,8 @@ DEEPSEEK_V3 = Architecture(
         "hidden_act": ("silu", "swish"),
         "rope_interleave": (True,),
         "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "moe_layer_freq": (1,),
     },
     arguments={
         "multi_latent_attention": True,

@@ -31,6 +31,16 @@ COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 """Megatron's arguments that have the same value for every architecture."""
+ABSENT = (
+    *("mlp_bias", "swiglu_limit", "use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("sliding_window", "attention_chunk_size", "linear_attn_config", "compress_ratios"),
+    *("add_attention_sink", "attention_sink", "attention_sinks", "use_attention_sinks"),
+    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
+    *("index_kpool", "mla_use_nope", "mhc", "hc_mult"),
+)
+"""Keys that change a model's outputs, and that no supported architecture may set."""
+ATTENTION_TYPES = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
+"""Words in ``layer_types`` for layers that the architecture computes anyway."""
 MODEL: Parts = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
