@@ -157,7 +157,7 @@ def _mtp_figures() -> list[Figure]:
         "flops": "2 x batch x tokens x heads x width x keys",
         "scores": "batch x tokens x heads x keys x 2 bytes",
     }
-    note = "the title says 4 sequences, the numbers are those of 2; MB are MiB"
+    note = "the title says 4 sequences, the numbers match 2; MB are MiB"
     return [
         Figure(
             1,
