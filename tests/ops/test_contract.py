@@ -219,7 +219,7 @@ EMPTY = [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0), (0, 0, 0)]
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
 def test_nothing_comes_of_nothing(backend, sizes):
-    """Empty results, or zeros where the result is not empty, and zero gradients; fresh memory holds NaN."""
+    """Empty calls return empty results or zeros, and zero gradients; fresh memory holds NaN."""
     batch, rows, keys = sizes
     inputs = leaves(*sizes)
     ends = torch.full((batch, rows), keys)

@@ -138,7 +138,7 @@ def test_the_measurement_sees_two_sequence_axes(run, one_thread):
 
 @pytest.mark.parametrize("run", [run_attention, run_loss])
 def test_scratch_does_not_grow_with_the_sequence(run, one_thread):
-    """Apart from inputs and results there are only blocks, smaller than all gathered keys."""
+    """Scratch blocks stay smaller than the gathered keys of all rows would be."""
     assert largest_of(run, 2048, "cpu") < 2048 * TOPK * 12 * 4
 
 

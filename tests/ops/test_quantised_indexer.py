@@ -43,7 +43,9 @@ def same_bits(rows, ue8m0):
 
 @every_factor
 def test_every_number_of_bf16_as_the_largest_of_a_row(ue8m0):
-    """All bf16 values as a row's maximum: zeros, subnormals, powers of two, infinities and NaN."""
+    """A row's maximum may be any bf16 value, including zeros, subnormals, powers of two, infinities and
+    NaN.
+    """
     largest = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     rest = torch.linspace(-1, 1, 31, dtype=torch.float64)
     same_bits(torch.cat([largest[:, None], (largest.double()[:, None] * rest).bfloat16()], 1), ue8m0)

@@ -1,4 +1,4 @@
-"""Worker functions: one DSA core attention under observation."""
+"""Worker functions: gradients, calls and saved tensors of one DSA core attention."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_norms_with_zero_centred_gamma(pool):
 
 
 def test_short_sequences_on_tensor_parallel_ranks(pool):
-    """Attention is by head; the full sequence length decides, not a rank's part of it."""
+    """By-head attention is chosen by the full sequence length, not by a tensor parallel rank's part of it."""
     run, long = f"{CASES}:whole_step", {"dsa_indexer_topk": 10}
     for overrides in (SHORT, long):
         alone = put_together(pool.run(run, 1, overrides=overrides))

@@ -1,4 +1,4 @@
-"""Layers of a pipeline stage in which a feature is active."""
+"""Choice of the layers of a pipeline stage in which a feature is active."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_dsa.features.memory.chosen_layers import chosen
 
 
 def test_layers_are_spread_over_chunks():
-    """Three layers of two chunks: layer 0 of both chunks, then layer 1 of the first."""
+    """Layers are chosen across chunks in turn: layer 0 of both chunks, then layer 1 of both."""
     assert [chosen([3, 3], chunk, 3) for chunk in (0, 1)] == [[0, 1], [0]]
     assert [chosen([3, 3], chunk, None) for chunk in (0, 1)] == [[0, 1, 2], [0, 1, 2]]
     assert [chosen([3, 3], chunk, 0) for chunk in (0, 1)] == [[], []]

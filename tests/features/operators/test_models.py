@@ -122,7 +122,7 @@ def test_vocabulary_by_filling_is_the_same_bits_without_lists_of_places(pool):
 
 @pytest.mark.full
 def test_every_memory_feature_changes_no_bit_of_them(pool):
-    """RMSNorm included, because one operator has the same gradient when it is recomputed."""
+    """Memory features change no bit with fused operators, including RMSNorm as one operator."""
     (alone,) = pool.run(f"{CASES}:pair", 1, switches=ALL)
     for feature, switches in MEMORY.items():
         (both,) = pool.run(f"{CASES}:pair", 1, switches={**ALL, **switches})

@@ -1,4 +1,4 @@
-"""Recomputation ahead of the output gradient: bit-identical, at other times."""
+"""Recomputation before the output gradient arrives is bit-identical to recomputation in place."""
 
 from __future__ import annotations
 

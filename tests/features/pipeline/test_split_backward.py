@@ -168,7 +168,8 @@ def peak(switches: dict[str, Any], layout: dict[str, int], **arguments: Any) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("bound", [None, 0])
 def test_no_more_memory_than_is_counted(pool, bound):
-    """On the last rank, where one forward is in flight at any time."""
+    """Deferred weight gradients raise the peak by no more than their counted bytes."""
+    # On the last rank, where one forward is in flight however many weight gradients are deferred.
     arguments: dict[str, Any] = {"layout": {"pp": 2}, "num_microbatches": 4, "overrides": {"num_layers": 2}}
     function = "tests.features.pipeline.test_split_backward:peak"
     stock = pool.run(function, 2, switches={}, **arguments)[-1]

@@ -128,7 +128,7 @@ def oversleep(folder: Path) -> None:
 
 
 def ask_for_records(folder: Path) -> None:
-    """Request records until all ranks report a long wait."""
+    """Request records of all ranks until one of them shows a call that has waited for over a second."""
     for _ in range(30):
         time.sleep(1.1)
         asked, records = time.time(), list[collectives.Record]()

@@ -1,4 +1,4 @@
-"""Reader streams of a storage are recorded with the allocator."""
+"""The allocator learns of every stream that reads a swapped storage."""
 
 from __future__ import annotations
 

@@ -225,9 +225,7 @@ def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
 
 
 def test_the_imbalance_of_a_stage_is_that_of_ranks_that_wait_in_every_layer():
-    """The imbalance is that of ranks which wait in every layer; opposite loads of layers do not cancel
-    out.
-    """
+    """Ranks wait in every layer, so opposite imbalances of two layers do not cancel out."""
     loads = [LayerLoad(1, 0, [3, 1], [[3, 1]]), LayerLoad(2, 0, [1, 3], [[1, 3]])]
     record = expert_load.record(7, loads)
     assert record["stages"] == [{"stage": 0, "tokens": 8, "imbalance": 1.5}]

@@ -198,7 +198,9 @@ def test_a_gather_and_its_products_come_in_order_too(pool):
 
 
 def test_what_was_swapped_is_there_for_the_stream_that_reads_it(pool):
-    """Autograd runs the indexer's backward on the second stream, which reads swapped hidden states."""
+    """Autograd runs the indexer's backward on the second stream, which must wait for swapped hidden
+    states.
+    """
     swapped = {"swap_attention": True, "swap_attention_min_bytes": 0}
     ((complete, without),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None, BACKWARD], switches=swapped)
     assert complete["races"] == complete["freed early"] == []

@@ -182,7 +182,7 @@ def test_evaluation_in_a_pipeline(pool):
 
 @pytest.mark.full
 def test_an_embedding_with_two_backwards_per_microbatch(pool):
-    """The prediction layer and the first layer are in one chunk, with overlapped reduction."""
+    """Overlapped reduction waits for both backwards of an embedding that the prediction layer uses, too."""
     for found in pool.run(f"{CASES}:three_steps", 2, distributed=True, mtp_num_layers=1):
         ours, theirs = found["ours"], found["theirs"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
