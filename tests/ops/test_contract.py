@@ -40,6 +40,7 @@ def everything(inputs, indices, backend):
     """Return all results of the operators that take indices, and the gradients of their inputs."""
     index, main = inputs[:3], inputs[3:]
     scores = selected_scores(*index, indices, backend=backend)
+    # Losses and score gradients that the attention backward requests.
     received = []
 
     def score_gradient(attention_sum):
@@ -58,6 +59,7 @@ def everything(inputs, indices, backend):
         score_gradient=score_gradient,
         backend=backend,
     )
+    # The loss forms the attention sum itself, from the forward's lse, or takes it as an argument.
     given = [{}, {"lse": lse}, {"topk_scores": scores, "attention_sum": attention_sum}]
     losses = [indexer_kl_loss(*index, *main, indices, SCALE, backend=backend, **some) for some in given]
     generator = torch.Generator().manual_seed(2)
@@ -67,6 +69,7 @@ def everything(inputs, indices, backend):
     # An incoming gradient at -1 entries must be ignored; NaN shows if it is not.
     gradient = torch.randn(scores.shape, generator=generator).masked_fill(scores.isneginf(), torch.nan)
     grads += torch.autograd.grad(scores, inputs[:3], gradient)
+    # Only the first backward reaches the attention.
     assert len(received) == 1
     return [scores, out, lse, attention_sum, *losses, *received[0], *grads]
 
@@ -81,6 +84,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", OUTSIDE)
 def test_indices_outside_of_the_keys_are_no_keys(backend, dtype):
+    # Debug checks would refuse the indices before any backend sees them.
     checks.set_debug_checks(False)
     indices = random_indices(2, 23, 40, 30, empty_rows=(3, 8)).to(dtype)
     outside = torch.tensor(OUTSIDE[dtype], dtype=dtype)
@@ -110,6 +114,7 @@ def test_indices_outside_of_the_keys_in_chunks():
     *inputs, main_query, main_key = (x.detach() for x in leaves(2, 23, 40))
     index = IndexerCall(*inputs)
     indices = random_indices(2, 23, 40, 30, empty_rows=(3,)).long()
+    # Truncated to 32 bits, 2^32 + 3 would be key 3.
     wrong = indices.masked_fill(indices < 0, 2**32 + 3)
     gradient = torch.randn(indices.shape).masked_fill(indices < 0, torch.nan)
     for call in (
@@ -128,6 +133,7 @@ def test_keys_behind_the_last_are_not_read(backend):
     # The keys are a slice. The rest of the memory is where an out-of-range index would read.
     query, memory = main_inputs(1, 4, 64)
     memory[:, 32:] = torch.nan
+    # The slice has 32 keys, so 33 and 40 are out of range.
     indices = torch.tensor([0, 5, 33, 40, -1]).int().expand(1, 4, 5)
     out = sparse_flash_attention(query, memory[:, :32], indices, SCALE, value_dim=7, backend=backend).out
     expected = sparse_flash_attention(
@@ -171,6 +177,7 @@ def test_nan_comes_after_every_number(backend, dtype, name):
         use_relu=False,
         backend=backend,
     )
+    # The first visible key is at position 3.
     assert indices.tolist() == [[[at + 3 for at in expected]] * 4]
     torch.testing.assert_close(topk_scores[0, 0], scores[expected], equal_nan=True)
 
@@ -182,6 +189,7 @@ def test_nan_in_a_key_reaches_its_own_score_only(backend, use_relu):
     query, key, weights = indexer_inputs(2, 30, heads=4, dim=16)
     key[:, 7] = torch.nan
     indices, scores = lightning_indexer(query, key, weights, 9, use_relu=use_relu, backend=backend)
+    # Causal rows see key 7 from row 7 on. Row 9 sees nine other keys, so topk 9 no longer needs the NaN.
     visible = torch.arange(30) >= 7
     few = visible & (torch.arange(30) < 9)
     assert torch.equal((indices == 7).any(-1), few.expand(2, 30))
@@ -205,6 +213,7 @@ def test_nan_in_the_loss_is_not_hidden(backend, form):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_without_attention_is_not_hidden(backend):
+    # The NaN entry has no attention mass; a product with its zero target must not hide it.
     scores, sums = torch.tensor([[[1.0, NAN, -INF]]]), torch.tensor([[[1.0, 0.0, 0.0]]])
     indices = torch.tensor([[[0, 1, 2]]])
     loss, gradient = divergence_and_score_gradient(scores, sums, indices, backend=backend)
@@ -283,12 +292,14 @@ def test_divergence_of_nothing(backend, shape):
 def test_ranges_that_int32_does_not_hold(backend):
     inputs = indexer_inputs(1, 6)
     whole = lightning_indexer(*inputs, 6, ends=torch.full((6,), 6), backend=backend)
+    # Such bounds have to be clamped to the six keys, not truncated to 32 bits.
     for end in (2**31, 2**32, 2**40 + 1):
         result = lightning_indexer(
             *inputs, 6, starts=torch.full((6,), -(2**32) + 2), ends=torch.full((6,), end), backend=backend
         )
         assert torch.equal(result.topk_indices, whole.topk_indices)
     wide = indexer_inputs(1, 6, 300)
+    # uint8 holds at most 255.
     narrow = lightning_indexer(*wide, 300, ends=torch.full((6,), 255).byte(), backend=backend)
     assert (narrow.topk_indices[..., :255] >= 0).all()
     assert (narrow.topk_indices[..., 255:] == -1).all()
@@ -365,6 +376,7 @@ def test_both_lists_of_keys_are_equally_long():
 
 
 def test_one_oneDNN_call_per_product_treats_them_alike(monkeypatch):
+    # Products run one by one in oneDNN, for any size.
     monkeypatch.setattr(products, "_LOOP_MIN_FLOPS", 0)
     monkeypatch.setattr(products, "_MKL_IS_FAST", False)
     test_indices_outside_of_the_keys_are_no_keys("cpu", torch.int64)

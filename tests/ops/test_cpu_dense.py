@@ -27,6 +27,7 @@ def dense_calls(monkeypatch):
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch, dense_calls):
     """Force one form for all calls, and check afterwards that it was used."""
+    # The dense form takes calls with at most this many keys.
     most_keys = 0 if request.param == "gathered" else 10**9
     monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk: most_keys)
     yield request.param
@@ -36,6 +37,7 @@ def form(request, monkeypatch, dense_calls):
 @pytest.fixture(params=["whole", "one row", "odd"])
 def chunks(request, monkeypatch):
     """Set the chunking of the dense form: no chunks, or many, few of them equal."""
+    # Bytes and rows per chunk, and the step to which widths are rounded up.
     size, rows, step = {"whole": (1 << 30, 10**6, 64), "one row": (1, 128, 1), "odd": (1 << 30, 7, 5)}[
         request.param
     ]
@@ -79,6 +81,7 @@ def test_the_sum_in_the_backward(form, dtype):
 
 
 def test_no_allocation_has_two_sequence_axes(form, monkeypatch):
+    # Minimal chunks and blocks, so that they do not hide growth.
     monkeypatch.setattr(cpu_chunks, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 4096)
     before = torch.get_num_threads()
@@ -124,6 +127,7 @@ def test_a_key_that_is_listed_twice_counts_twice(chunks, form):
     checks.set_debug_checks(False)
     query, key_value, factors = inputs()
     indices = random_indices(2, 23, 90, 30, empty_rows=(4,))
+    # Rows from 10 on list their first key twice, rows from 15 on three times.
     indices[:, 10:, 3] = indices[:, 10:, 0]
     indices[:, 15:, 7] = indices[:, 15:, 0]
     assert ((indices[:, 15:, :1] == indices[:, 15:]).sum(-1) >= 3).any()
@@ -136,6 +140,7 @@ def test_packed_sequences_are_multiplied_with_their_own_keys_only(chunks, form):
     starts, ends = packed_ranges(20, 31, 39)
     position = torch.arange(90)
     visible = (position >= starts[:, None]) & (position < ends[:, None])
+    # Visible keys in descending order, then -1. The longest sequence has 39 keys.
     indices = torch.where(visible, position, -1).sort(-1, descending=True).values[:, :39].int()
     indices = indices.expand(2, 90, 39)
     query, key_value, factors = inputs(rows=90)
@@ -148,9 +153,11 @@ def test_scores_far_apart_neither_overflow_nor_vanish(form):
     # A masked score may be far above all selected scores, and the selected far below it.
     query, key_value, factors = inputs()
     indices = random_indices(2, 23, 89, 30, empty_rows=(4,)) + 1
+    # Shifted by one, so that no row selects key 0.
     indices = indices.masked_fill(indices == 0, -1)
     with torch.no_grad():
         query.abs_()
+        # Scores reach 1e4 for the masked key and stay far below that for selected keys.
         key_value[:, 0] = 1e4
         key_value[:, 1:].mul_(20)
     expected = attend(query, key_value, indices, factors, "reference", 3.0)
@@ -161,6 +168,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(form):
     assert (results[4][:, 0] == 0).all()
 
 
+# By name: operand of `inputs`, and position of the bad value.
 SPOILT = {
     "query": (0, (0, 3, 1)),
     "a key that some select": (1, (0, 0)),
@@ -174,6 +182,7 @@ SPOILT = {
 def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkeypatch, dense_calls):
     # The dense form would multiply NaN or infinity by zero, so the operator uses the gathered form for such
     # calls.
+    # No row selects one of the last ten of 90 keys.
     indices = random_indices(2, 23, 80, 30, empty_rows=(4,))
     tensors = inputs()
     operand, at = SPOILT[where]
@@ -184,6 +193,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkey
     for most_keys in (10**9, 0):
         monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
         results.append(attend(query, key_value, indices, factors, "cpu"))
+    # A bad gradient is only seen in backward, after a dense forward.
     assert dense_calls == (["forward"] if where == "gradient" else [])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4, equal_nan=True)

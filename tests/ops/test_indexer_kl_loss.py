@@ -28,6 +28,7 @@ def expected_loss(index_inputs, query, key, mask, row_mask, reduction, use_relu=
     leaves = [x.detach().double().requires_grad_() for x in index_inputs]
     per_head = key if key.dim() == 4 else key[:, :, None].expand(-1, -1, query.shape[2], -1)
     scores = SCALE * torch.einsum("bshd,bthd->bsht", query.double(), per_head.double())
+    # Rows without keys have NaN probabilities.
     probabilities = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).nan_to_num(0)
     per_row = oracle.divergence(oracle.index_scores(*leaves, use_relu), probabilities, mask)
     if row_mask is not None:
@@ -50,6 +51,7 @@ def check(loss, inputs, expected, expected_grads):
 @pytest.mark.parametrize("given", ["nothing", "lse", "scores-and-sum"])
 def test_sparse_form(backend, dtype, reduction, given):
     starts, ends = packed_ranges(11, 26)
+    # Row 5 sees no key.
     ends[5] = starts[5]
     inputs = [x.requires_grad_() for x in indexer_inputs(2, 37, dtype=dtype)]
     query, key = main_inputs(2, 37, 6, 40, dtype)
@@ -63,6 +65,7 @@ def test_sparse_form(backend, dtype, reduction, given):
         "scores-and-sum": {"topk_scores": scores, "attention_sum": attention.attention_sum},
     }[given]
     row_mask = torch.ones(2, 37, dtype=torch.bool)
+    # Rows without loss in the first sequence only.
     row_mask[0, 9:12] = False
 
     loss = indexer_kl_loss(
@@ -79,6 +82,7 @@ def test_sparse_form(backend, dtype, reduction, given):
 @pytest.mark.parametrize("use_relu", [True, False])
 def test_dense_form(backend, dtype, per_head, use_relu):
     starts, ends = packed_ranges(15, 1, 24)
+    # Row 6 sees no key.
     ends[6] = starts[6]
     inputs = [x.requires_grad_() for x in indexer_inputs(2, 40, dtype=dtype)]
     query, key = main_inputs(2, 40, 6, 24, dtype, per_head)
@@ -101,6 +105,7 @@ def test_dense_form(backend, dtype, per_head, use_relu):
 
 
 def test_dense_form_over_many_blocks(monkeypatch):
+    # Few scores per block, so that 60 x 60 of them take several blocks.
     monkeypatch.setattr(cpu, "_DENSE_BLOCK", 1000)
     inputs = [x.requires_grad_() for x in indexer_inputs(1, 60)]
     query, key = main_inputs(1, 60, 6, 24)
@@ -129,6 +134,7 @@ def test_finite_differences(backend, form):
     """In fp64 on a tiny shape, the gradient agrees with finite differences of the returned loss."""
     inputs = [x.double().requires_grad_() for x in indexer_inputs(1, 6, heads=2, dim=3, seed=4)]
     query, key = (x.double() for x in main_inputs(1, 6, 2, 5))
+    # Row 2 is empty.
     indices = random_indices(1, 6, 6, 4, empty_rows=(2,))
 
     def loss(*leaves):
@@ -145,6 +151,7 @@ def test_zero_where_the_indexer_is_already_right(backend):
     indices = random_indices(1, 20, 20, 7)
     target = sparse_flash_attention(query, key, indices, SCALE, value_dim=16, return_attention_sum=True)
     inputs = indexer_inputs(1, 20)
+    # Scores whose softmax is the target: the log of the mean over 4 heads.
     scores = (target.attention_sum / 4).log().requires_grad_()
     loss = indexer_kl_loss(
         *inputs,

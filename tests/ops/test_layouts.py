@@ -22,6 +22,7 @@ BATCH, ROWS, KEYS, HEADS, DIM = 2, 19, 90, 5, 12
 
 def sliced(tensor: Tensor) -> Tensor:
     """Return a copy inside of a larger tensor, whose other entries must not be read."""
+    # 77 shows in results if it is read.
     around = torch.full([size + 3 for size in tensor.shape], 77, dtype=tensor.dtype)
     part = around[tuple(slice(1, 1 + size) for size in tensor.shape)]
     return part.copy_(tensor)
@@ -76,6 +77,7 @@ class Case:
         self.indices = self.lay(indices.long() if seed % 4 < 2 else indices)
         self.scores = self.lay(torch.randn(indices.shape, generator=self.generator))
         sums = torch.rand(indices.shape, generator=self.generator)
+        # Never expanded, because the sums must be zero at each row's -1 entries.
         self.sums = self.lay(sums.masked_fill(self.indices < 0, 0), ())
         self.mask = self.lay(torch.rand(BATCH, ROWS, generator=self.generator) < 0.7)
         self.ends = self.lay(torch.randint(1, KEYS + 1, (BATCH, ROWS), generator=self.generator))
@@ -91,6 +93,7 @@ class Case:
 
 def select(case, index, query, key, per_head, scores, sums, backend):
     chosen, at = lightning_indexer(*index, 33, starts=case.starts, ends=case.ends, backend=backend)
+    # Scores at -1 entries are -inf, and -inf minus -inf would be NaN in the comparison.
     return [at.masked_fill(chosen < 0, 0), chosen]
 
 
@@ -116,6 +119,7 @@ def attend(case, index, query, key, per_head, scores, sums, backend):
 def sparse_loss(case, index, query, key, per_head, scores, sums, backend):
     options = {"row_mask": case.mask, "backend": backend}
     lse = sparse_flash_attention(query, key, case.indices, 0.3, value_dim=9, backend="reference").lse
+    # All ways to pass precomputed parts to the loss.
     given = [{}, {"topk_scores": scores}, {"attention_sum": sums}, {"lse": sliced(lse)}]
     return [indexer_kl_loss(*index, query, key, case.indices, 0.3, **some, **options) for some in given]
 

@@ -1,6 +1,4 @@
-"""Linear cross entropy equals its formula, forward and backward, for all chunkings, ranks and token
-weights.
-"""
+"""Linear cross entropy equals its formula, for all chunkings, vocabulary splits and token weights."""
 
 from __future__ import annotations
 
@@ -48,6 +46,7 @@ def weights_of_tokens(kind):
         "all alike": (torch.full((TOKENS,), 0.01), None),
         "masked": (mask * 0.01, mask),
         "masked, unknown": (mask * 0.01, None),
+        # A wrong expectation, as multi-token prediction shifts the mask; it costs time, not accuracy.
         "shifted mask": (mask.roll(-1) * 0.01, mask),
         "any": (torch.randn(TOKENS), None),
         "none": (torch.zeros(TOKENS), torch.zeros(TOKENS)),
@@ -85,6 +84,7 @@ def test_losses_and_gradients_are_the_formulas(name, gradient, dtype):
 def test_logits_are_computed_twice_for_tokens_that_count_otherwise_alone(monkeypatch, told, again):
     hidden, weight, labels = problem()
     mask = torch.ones(TOKENS)
+    # The first 11 tokens have no loss.
     mask[:11] = 0
     result = linear_cross_entropy(hidden, weight, labels, token_weights=mask if told else None, backend="cpu")
     rows = []
@@ -94,6 +94,7 @@ def test_logits_are_computed_twice_for_tokens_that_count_otherwise_alone(monkeyp
         "_scaled",
         lambda call, room, logits: (rows.append(len(logits)), original(call, room, logits))[1],
     )
+    # Tokens whose loss gradient was not expected are recomputed: none if the mask is known, else all 11.
     (result.loss * mask).mean().backward()
     assert sum(rows) == again
 
@@ -125,6 +126,7 @@ def test_no_tensor_is_as_large_as_the_logits(gradient):
     with _Largest() as stock:
         F.cross_entropy(hidden @ weight.t(), labels).backward()
     assert stock.numbers == tokens * vocabulary
+    # 128 of 1024 tokens at a time.
     assert ours.numbers == tokens * vocabulary // 8
 
 
@@ -155,6 +157,7 @@ def test_no_sum_over_tokens_in_fp16_overflows(backend, gradient, one_label, chan
     # Token weights are the expected loss gradient up to a factor, by which backward divides.
     tokens = 600
     hidden, weight = torch.rand(tokens, HIDDEN) + 0.5, torch.randn(VOCABULARY, HIDDEN)
+    # The weight's channel is zero, so the large channel does not reach the logits.
     hidden[:, 3], weight[:, 3] = channel, 0
     leaves = [each.half().requires_grad_() for each in (hidden, weight)]
     labels = torch.full((tokens,), 7) if one_label else torch.randint(VOCABULARY, (tokens,))
@@ -196,6 +199,7 @@ def test_an_accumulator_gets_the_gradient_in_place_of_autograd(gradient, dtype):
 
 def test_a_label_of_nobody_and_numbers_that_are_none():
     hidden, weight, labels = problem()
+    # Labels outside of the vocabulary have no target logit.
     labels[3], labels[5] = -100, VOCABULARY
     with torch.no_grad():
         hidden[7] = math.nan
@@ -207,6 +211,7 @@ def test_a_label_of_nobody_and_numbers_that_are_none():
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
     logits = hidden @ weight.t()
+    # Their loss is then only the log-sum-exp, relative to the maximum.
     expected = (logits - logits.amax(-1, keepdim=True)).exp().sum(-1).log()
     torch.testing.assert_close(sides[0].loss[[3, 5]], expected[[3, 5]])
     assert sides[0].loss.isnan().nonzero().tolist() == [[7]]
@@ -232,6 +237,7 @@ def beside_megatron(inputs: list[Tensor], gradient: Any) -> dict[str, list[Tenso
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     hidden, weight, labels, mask = inputs
+    # Each rank has half of the vocabulary.
     group = parallel_state.get_tensor_model_parallel_group()
     part = weight.chunk(2)[dist.get_rank(group)]
 
@@ -239,6 +245,7 @@ def beside_megatron(inputs: list[Tensor], gradient: Any) -> dict[str, list[Tenso
         leaves = [hidden.clone().requires_grad_(), part.clone().requires_grad_()]
         loss = losses(*leaves)
         gradients = torch.autograd.grad((loss * mask).mean(), leaves)
+        # The gradient of the hidden states is a sum over vocabulary parts.
         dist.all_reduce(gradients[0], group=group)
         return [loss.detach(), *gradients]
 
@@ -270,6 +277,7 @@ def beside_megatron(inputs: list[Tensor], gradient: Any) -> dict[str, list[Tenso
 @pytest.mark.parametrize("gradient", ["forward", "backward"])
 def test_ranks_that_share_the_vocabulary(pool, gradient):
     hidden, weight, labels = problem()
+    # An even vocabulary, and one label outside of it.
     weight = weight[:100].detach()
     labels = labels.clamp(max=99)
     labels[3] = 1000

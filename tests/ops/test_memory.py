@@ -61,6 +61,7 @@ def main_inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def causal_indices(length: int) -> torch.Tensor:
+    # The last TOPK keys up to the query token, -1 before the first key.
     position = torch.arange(length)[:, None] - torch.arange(TOPK)
     return position.clamp_min(-1).int()[None]
 
@@ -93,6 +94,7 @@ def run_attention(length: int, backend: str) -> None:
 
 def run_heads(length: int, backend: str) -> None:
     query, key_value = main_inputs(length)
+    # One head's keys and values for both heads.
     keys = [key_value[:, :, None, :size].expand(-1, -1, 2, -1) for size in (12, 8)]
     indices = causal_indices(length)
     out, _ = sparse_attention_by_head(query, *keys, indices, 0.3, return_attention_sum=True, backend=backend)
@@ -116,6 +118,7 @@ LONG = pytest.param(run_dense_loss, marks=pytest.mark.full)
 def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> int:
     with LargestStorage() as seen:
         run(length, backend)
+    # Otherwise operations in other threads would escape the mode.
     assert seen.names & {"bmm", "baddbmm", "addmm", "mm", "einsum"}, "the mode must see the products"
     return seen.bytes
 
@@ -125,6 +128,7 @@ def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
     # Minimal blocks, so that they do not hide growth.
     monkeypatch.setattr(loss_cpu, "_DENSE_BLOCK", 4096)
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 4096)
+    # Four times the length may take at most four times the largest allocation.
     small, large = (largest_of(run, length, "cpu") for length in (512, 2048))
     assert large <= 4.1 * small
     assert large < 2048 * 2048, "as much as a mask of bytes"
@@ -133,12 +137,14 @@ def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
 @pytest.mark.parametrize("run", [run_indexer, run_selected_scores, run_dense_loss])
 def test_the_measurement_sees_two_sequence_axes(run, one_thread):
     small, large = (largest_of(run, length, "reference") for length in (256, 512))
+    # The reference holds length x length fp32 scores.
     assert large == 4 * small >= 256 * 256 * 4
 
 
 @pytest.mark.parametrize("run", [run_attention, run_loss])
 def test_scratch_does_not_grow_with_the_sequence(run, one_thread):
     """Scratch blocks stay smaller than the gathered keys of all rows would be."""
+    # tokens x topk x 12 columns x 4 bytes
     assert largest_of(run, 2048, "cpu") < 2048 * TOPK * 12 * 4
 
 
@@ -184,6 +190,7 @@ def results(run: str) -> list[torch.Tensor]:
 def test_stale_scratch_is_never_read(run, threads, monkeypatch):
     """NaN in fresh memory, and in scratch reused from an earlier block, changes nothing."""
     assert torch.empty(1000).isnan().all(), "the fixture poisons fresh memory"
+    # Tiles of one row, so that scratch is reused often.
     monkeypatch.setattr(blocks, "_TILE_BYTES", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -232,6 +239,7 @@ def test_threads_see_the_callers_mode_and_pass_errors_on(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        # Work runs without autograd and with one torch thread; inference mode is inherited.
         assert set(cpu_threads.share_out(range(6), state)) == {(False, False, 1)}
         with torch.inference_mode():
             assert set(cpu_threads.share_out(range(6), state)) == {(False, True, 1)}

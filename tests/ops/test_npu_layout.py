@@ -27,6 +27,7 @@ def test_default_rows_need_no_reading(reads):
 
 def test_everything_else_is_read_once_per_question(reads):
     ranges = visible_ranges("test", 2, 30, 30, *packed_ranges(10, 20), CPU)
+    # Lengths of both sequences, in each of two batch rows.
     assert layout_of_ranges(ranges, 30) == Layout(2, 30, 30, (10, 20, 10, 20), CPU)
     assert len(reads) == 1
     indices = packed_indices((10, 20), 16)[None]
@@ -74,6 +75,7 @@ def test_both_ways_to_find_a_layout_agree(topk):
         assert layout_of_indices(packed_indices(lengths, topk)[None], 30) == layout
 
 
+# 30 rows after 10 cached keys: row i sees keys 0 to 10 + i.
 CAUSAL = (torch.zeros(30).int(), torch.arange(11, 41).int())
 FORMS = {
     "to-last-key": (TO_LAST_KEY, CAUSAL, 40, causal_indices(1, 30, 40, 16)),
@@ -98,6 +100,7 @@ def test_what_the_host_knows_is_not_read_and_is_what_reading_finds(debug_checks,
     assert not reads
     assert said == of_indices == layout_of_ranges(visible_ranges("test", 1, 30, keys, *ranges, CPU), keys)
     assert of_indices == layout_of_indices(indices, keys)
+    # Only the two calls without a form have read, one question each.
     assert len(reads) == 2
     # Layers share the layout that was copied to the device.
     assert said is of_indices
@@ -114,6 +117,7 @@ def test_debug_checks_read_what_the_host_says(debug_checks, form):
     with pytest.raises(ValueError, match="test: starts and ends are not those of the form"):
         visible_ranges("test", 1, 30, keys, starts, others, CPU, form_of_rows)
     indices = indices.clone()
+    # Row 29 sees 20 keys, so it must list 16 of them.
     indices[0, 29, 15] = -1
     with pytest.raises(ValueError, match="test: topk_indices do not list what rows of the form"):
         layout_of_selection("test", indices, keys, form_of_rows)
@@ -122,11 +126,17 @@ def test_debug_checks_read_what_the_host_says(debug_checks, form):
 @pytest.mark.parametrize(
     ("form", "batch", "rows", "keys"),
     [
+        # Fewer keys than rows.
         (TO_LAST_KEY, 1, 30, 29),
+        # 10 + 21 is not 30 rows.
         (RowForm((10, 21)), 1, 30, 30),
+        # Packed rows have as many keys as rows.
         (RowForm((10, 20)), 1, 30, 31),
+        # An empty sequence.
         (RowForm((0, 30)), 1, 30, 30),
+        # The second sequence would cross into the next batch row.
         (RowForm((20, 20, 20)), 2, 30, 30),
+        # No sequence at all.
         (RowForm(()), 1, 30, 30),
     ],
     ids=str,

@@ -46,6 +46,7 @@ def test_every_number_of_bf16_as_the_largest_of_a_row(ue8m0):
     """A row's maximum may be any bf16 value, including zeros, subnormals, powers of two, infinities and
     NaN.
     """
+    # All 2^16 bit patterns.
     largest = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     rest = torch.linspace(-1, 1, 31, dtype=torch.float64)
     same_bits(torch.cat([largest[:, None], (largest.double()[:, None] * rest).bfloat16()], 1), ue8m0)
@@ -65,6 +66,7 @@ def test_largest_magnitudes_around_powers_of_two(ue8m0):
 @pytest.mark.parametrize("dim", [1, 16, 64, 128, 192])
 def test_rows_of_every_width(dim, ue8m0):
     generator = torch.Generator().manual_seed(dim)
+    # One row per magnitude, from 1e-12 to 1e12.
     rows = torch.randn(300, dim, generator=generator) * 10 ** torch.linspace(-12, 12, 300)[:, None]
     rows[7] = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -72,6 +74,7 @@ def test_rows_of_every_width(dim, ue8m0):
 
 
 def test_numbers_between_those_of_e4m3_go_to_the_even_one():
+    # The 127 non-negative finite values of e4m3; codes above 126 are NaN and negative numbers.
     numbers = torch.arange(0, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
     between = (numbers[1:] + numbers[:-1]) / 2
     around = torch.cat([between, between.nextafter(torch.tensor(0.0)), between.nextafter(torch.tensor(1e3))])
@@ -98,12 +101,14 @@ def test_products_are_exact_and_rounded_once():
     scores = arithmetic.exact_scores(query[:, None], key, torch.ones(20, 1), torch.ones(60), False)
     expected = [[engine_formulas.exact_product(q, k) for k in key] for q in query]
     assert scores.tolist() == expected
+    # Otherwise the test could not tell exact products from fp32 sums.
     assert scores.tolist() != (query @ key.T).tolist()
 
 
 @every_factor
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 12, 64])
 def test_scores_are_those_of_the_engines_kernels(heads, ue8m0):
+    # 9 query tokens, 31 keys.
     query, key, weights = indexer_inputs(2, 9, 31, heads, 128, torch.bfloat16, seed=heads)
     q8, of_query = arithmetic.quantise(query, ue8m0)
     k8, of_key = arithmetic.quantise(key, ue8m0)
@@ -118,6 +123,7 @@ def test_scores_do_not_depend_on_how_many_are_formed_at_once(monkeypatch):
     query, of_query = arithmetic.quantise(query, True)
     arguments = (query, key, weights * of_query, of_key, True)
     expected = arithmetic.exact_scores(*arguments)
+    # Products of four keys at a time: 9 tokens x 7 heads x 4.
     monkeypatch.setattr(arithmetic, "_PRODUCTS", 9 * 7 * 4)
     assert torch.equal(arithmetic.exact_scores(*arguments), expected)
 
@@ -134,6 +140,7 @@ def test_other_sums_lie_within_the_bound(dtype):
             query, weights, arithmetic.longest_key(key, of_key), float(of_key.max())
         )
         exact = arithmetic.exact_scores(query, key, weights, of_key, True)
+        # The same products, summed in reverse order in fp32.
         backwards = torch.einsum("bshd,btd->bsht", query.flip(-1), key.flip(-1)).relu()
         other = torch.einsum("bsht,bsh->bst", backwards, weights) * of_key[:, None]
         difference = (other - exact).abs().amax(-1)
@@ -152,6 +159,7 @@ def test_other_sums_lie_within_the_bound(dtype):
 def test_selections_are_those_of_the_formulas(backend, dtype, use_relu, ue8m0):
     inputs = indexer_inputs(2, 60, heads=4, dim=128, dtype=dtype)
     starts, ends = packed_ranges(25, 1, 34)
+    # Row 7 sees no key.
     ends[7] = starts[7]
     expected = engine_formulas.selection(inputs, 9, starts, ends, ue8m0, use_relu)
     topk_indices = quantised_indexer(
@@ -178,6 +186,7 @@ def equal_in_exact_sums() -> IndexerInputs:
     Every second key is halved, so that rounding cannot lift it above the others.
     """
     generator = torch.Generator().manual_seed(5)
+    # Magnitudes from 2^-8 to 2^9, so fp32 sums depend on their order.
     numbers = (2 ** (torch.rand(128, generator=generator) * 17 - 8)).bfloat16()
     numbers[0] = 448
     orders = torch.rand(1, 300, 128, generator=generator).argsort(-1)
@@ -191,10 +200,12 @@ def equal_in_exact_sums() -> IndexerInputs:
 def test_equal_scores_that_other_sums_would_tell_apart(backend, monkeypatch):
     inputs = equal_in_exact_sums()
     ends = torch.linspace(60, 300, 8).int()
+    # Odd keys are the ones that were not halved; the lowest 20 of them win all ties.
     expected = torch.arange(1, 41, 2).expand(1, 8, 20)
     found = quantised_indexer(*inputs, 20, ends=ends, backend=backend)
     assert torch.equal(found.long(), expected)
     if backend == "cpu":
+        # Without the exact recomputation of near ties, fp32 sums would decide otherwise.
         monkeypatch.setattr(quantised_cpu, "_settle", lambda *_: None)
         assert not torch.equal(quantised_indexer(*inputs, 20, ends=ends, backend=backend).long(), expected)
 
@@ -203,6 +214,7 @@ def test_equal_scores_that_other_sums_would_tell_apart(backend, monkeypatch):
 @pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_rows_and_keys_that_are_not_finite(backend):
     inputs = [x.clone() for x in indexer_inputs(2, 50, heads=3, dim=32)]
+    # Bad keys, query tokens and weights in both sequences, and rows with all-zero scores.
     query, key, weights = inputs
     key[0, 3], key[0, 9, 1], key[1, 4, 5] = torch.nan, torch.inf, -torch.inf
     query[0, 20, 1, 2], query[1, 30] = torch.nan, torch.inf
@@ -212,12 +224,14 @@ def test_rows_and_keys_that_are_not_finite(backend):
     for one in ("reference", backend):
         assert torch.equal(quantised_indexer(*inputs, 8, backend=one), expected)
     # NaN comes after all numbers, and is listed where there are fewer than eight numbers.
+    # Key 3 is NaN, and rows 12 to 19 see at least eight other keys.
     assert not (found := quantised_indexer(*inputs, 8, backend=backend)[0, 12:20]).eq(3).any()
     assert (found >= 0).all()
     assert quantised_indexer(*inputs, 8, backend=backend)[0, 5].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
 
 
 def _of_a_kind(kind: str, seed: int) -> IndexerInputs:
+    # Different numbers of heads and widths per seed.
     inputs = indexer_inputs(2, 40, 300, (1, 2, 5, 16)[seed % 4], (8, 64, 128)[seed % 3], torch.bfloat16, seed)
     query, key, weights = inputs
     if kind == "few values":
@@ -229,6 +243,7 @@ def _of_a_kind(kind: str, seed: int) -> IndexerInputs:
     if kind == "rows of zeros":
         return IndexerInputs(query * (torch.arange(40) % 3 > 0)[:, None, None], key, weights)
     if kind == "below the normal numbers":
+        # fp32 subnormals, and below numbers close to the largest fp32 number.
         return IndexerInputs(query, key, weights.float() * 1e-43)
     return IndexerInputs(query, key, weights.float() * 1e37)
 
@@ -260,6 +275,7 @@ def test_threads_and_sizes_decide_nothing(threads, monkeypatch):
     torch.set_num_threads(threads)
     try:
         assert torch.equal(quantised_indexer(*inputs, 40, backend="cpu"), expected)
+        # Minimal products, slabs of seven rows, and three gathered rows of 128 columns.
         monkeypatch.setattr(cpu_indexer, "_PRODUCT_ELEMENTS", 4096)
         monkeypatch.setattr(chunked_indexer, "_SLAB_BYTES", 7 * 300 * 52)
         monkeypatch.setattr(quantised_cpu, "_GATHERED", 3 * 128)
@@ -273,6 +289,7 @@ def test_threads_and_sizes_decide_nothing(threads, monkeypatch):
 def test_context_parallel_rows_equal_the_whole(backend):
     inputs = indexer_inputs(1, 64)
     whole = quantised_indexer(*inputs, 8, backend=backend)
+    # Rank 1 of 4 in zigzag order: chunks 1 and 6 of 8, all keys.
     rows = torch.cat([torch.arange(8, 16), torch.arange(48, 56)])
     part = quantised_indexer(
         inputs.query[:, rows], inputs.key, inputs.weights[:, rows], 8, ends=rows + 1, backend=backend
@@ -283,6 +300,7 @@ def test_context_parallel_rows_equal_the_whole(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_few_and_no_keys(backend):
     inputs = indexer_inputs(1, 20)
+    # topk is larger than the number of keys: row i lists keys 0 to i, then -1.
     expected = torch.arange(20).expand(20, 20).tril() - torch.ones(20, 20).triu(1)
     assert torch.equal(quantised_indexer(*inputs, 512, backend=backend)[0], expected.int())
     nothing = [x[:, :0] for x in inputs]
@@ -301,6 +319,7 @@ def test_fp64_is_rounded_to_fp32_and_nothing_has_a_gradient():
 
 def test_strided_inputs_in_megatron_layout():
     inputs = indexer_inputs(2, 30)
+    # [sequence, batch, ...] memory seen as [batch, sequence, ...]
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
     assert torch.equal(quantised_indexer(*strided, 6), quantised_indexer(*inputs, 6, backend="reference"))
 

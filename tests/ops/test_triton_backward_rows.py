@@ -54,11 +54,13 @@ def gradients_of_rows(inputs, results, indices, lengths, softmax_scale):
                     key = torch.where(
                         valid[:, None], key_value[of_batch, index.clamp(0, keys - 1)], 0
                     ).float()
+                    # A weight above 1 is only rounding.
                     weight = torch.exp((of_row @ key.T * softmax_scale - norm).clamp_max(0))
                     inner = of_grad @ key[:, :512].T
                     gradient = weight * (inner * softmax_scale - row_delta * softmax_scale)
                     if summed is not None:
                         summed[of_batch, place, begin + valid.nonzero()[:, 0]] += weight.sum(0)[valid]
+                    # Tensor cores take both operands in the input dtype.
                     weights.append(weight.to(query.dtype).float())
                     gradients.append(gradient.to(query.dtype).float())
                     gathered.append(key)
@@ -70,6 +72,7 @@ def gradients_of_rows(inputs, results, indices, lengths, softmax_scale):
                 index, valid = (torch.cat(each) for each in zip(*kept, strict=True))
                 added.index_add_(0, of_batch * keys + index[valid], sums[valid])
             grad_query[of_batch, place, of_heads] = acc.to(grad_query.dtype)
+    # The kernel leaves columns in its own order, which `in_order` undoes.
     grad_keys[:, places()] = added
     grad_keys.copy_(hopper.in_order(grad_keys))
 
@@ -81,6 +84,7 @@ def case_of(heads, topk, dtype):
     rows, keys = 6, topk + 25
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
     indices = random_indices(2, rows, keys, topk, empty_rows=(1,))
+    # Row 2 has gaps, row 3 at most one key, row 4 an empty tile, row 5 invalid keys.
     indices[:, 2, ::3] = -1
     indices[:, 3, : topk - 1] = -1
     indices[:, 4, TILE : 2 * TILE] = -1
@@ -107,6 +111,7 @@ def test_gradients(heads, topk, dtype, monkeypatch):
     out, lse, _ = attention.forward(call, False)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     *_, of_tiles = attention.backward(call, grad, out, lse, True)
+    # Force the kernel under test, which is otherwise chosen on Hopper only.
     seen = []
     monkeypatch.setattr(hopper, "takes_rows", lambda *_: True)
     monkeypatch.setattr(hopper, "gradients_of_rows", lambda *given: seen.append(gradients_of_rows(*given)))
@@ -135,6 +140,7 @@ def test_heads_that_it_takes(heads, taken, monkeypatch):
         torch.empty(*shape, dtype=torch.bfloat16, device="meta")
         for shape in ((1, 4, heads, 576), (1, 9, 576), (1, 4, heads, 512))
     )
+    # Rows of 520 columns do not begin at memory lines.
     beside = torch.empty(1, 4, heads, 520, dtype=torch.bfloat16, device="meta")[..., :512]
     with rehearsal(90, lambda kernel: None):
         assert hopper.takes_rows(query, key_value, grad, 512) == taken
@@ -151,6 +157,7 @@ def test_sums_in_a_fixed_order_are_asked_of_tiles(monkeypatch):
     out, lse, _ = attention.forward(call, False)
     monkeypatch.setattr(hopper, "takes_rows", lambda *_: True)
 
+    # The kernel adds key gradients with atomics, so a fixed order must use tiles of keys.
     def refused(*_):
         raise AssertionError("its atomics have no order")
 

@@ -34,6 +34,7 @@ def rows_of(*shape, gap=16, dtype=torch.bfloat16, offset=0):
     return torch.empty(*shape[:-1], width + gap, dtype=dtype)[..., offset : offset + width]
 
 
+# Query and key-value rows as MLA's absorbed attention has them: 512 latent + 64 rotary columns.
 TAKEN = [rows_of(1, 2, 8, 576), rows_of(1, 9, 576)]
 
 
@@ -46,6 +47,7 @@ TAKEN = [rows_of(1, 2, 8, 576), rows_of(1, 9, 576)]
         pytest.param(TAKEN, 576, False, id="no-rope"),
         pytest.param([x[..., :192] for x in TAKEN], 128, False, id="small-keys"),
         pytest.param([TAKEN[0], rows_of(1, 9, 576, gap=8)], 512, False, id="rows-of-odd-length"),
+        # Rows that begin one element after a memory line.
         pytest.param([rows_of(1, 2, 8, 576, offset=1), TAKEN[1]], 512, False, id="rows-beside-lines"),
     ],
 )
@@ -54,6 +56,7 @@ def test_what_is_taken(tensors, value_dim, taken, monkeypatch):
     with rehearsal(90, lambda kernel: None):
         assert hopper.takes(*tensors, value_dim) is taken
         assert hopper.takes_sum(*tensors, value_dim) is taken
+    # The kernels use WGMMA, which Blackwell GPUs do not have.
     with rehearsal(100, lambda kernel: None):
         assert not hopper.takes(*tensors, value_dim)
     monkeypatch.setattr(hopper, "HAS_GLUON", False)
@@ -65,6 +68,7 @@ def test_heads_that_the_sum_does_not_hold(monkeypatch):
     monkeypatch.setattr(hopper, "interpreted", lambda: False)
     with rehearsal(90, lambda kernel: None):
         assert hopper.takes(rows_of(1, 2, 200, 576), TAKEN[1], 512)
+        # The forward takes 200 heads, but the attention sum over heads does not.
         assert not hopper.takes_sum(rows_of(1, 2, 200, 576), TAKEN[1], 512)
 
 
@@ -79,6 +83,7 @@ def test_the_gradient_that_an_up_projection_leaves_is_taken(batch, monkeypatch):
     with rehearsal(90, lambda kernel: None):
         assert hopper.takes_backward(*tensors, common.dense_rows(grad), 512, 2048)
     assert torch.equal(common.dense_rows(grad), grad)
+    # No copy was made.
     assert common.dense_rows(grad).data_ptr() == grad.data_ptr()
 
 
@@ -93,10 +98,12 @@ def inputs_of(heads, topk, dtype):
     rows, keys = 6, topk + 25 - topk % 2
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
     named = random_indices(2, rows, keys, topk, empty_rows=(1,))
+    # Row 2 has gaps, row 3 at most one key, row 4 a stretch without keys, row 5 invalid keys.
     named[:, 2, ::3] = -1
     named[:, 3, : topk - 1] = -1
     named[:, 4, 64:192] = -1
     named[:, 5, ::7] = -1
+    # Key 0 of the second sequence is selected by no row.
     named[1] = torch.where(named[1] == 0, -1, named[1])
     indices = named.clone()
     indices[:, 5, ::7] = keys + 3
@@ -127,6 +134,7 @@ def many_rows(rows, heads):
     query = torch.randn(1, rows, heads, 576, generator=generator, device=DEVICE).bfloat16()
     key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
     indices = torch.rand(rows, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
+    # Row i misses its i-th entry.
     indices[0, torch.arange(rows), torch.arange(rows)] = -1
     return AttentionCall(query, key_value, indices, 0.1, 512)
 
@@ -141,6 +149,7 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
             assert torch.equal(value, expected)
     monkeypatch.setattr(hopper, "takes", lambda *_: False)
     for value, expected, bound in zip(
+        # Bounds of out (bf16), lse (fp32) and the attention sum (fp32).
         results[0],
         attention.forward(call, True),
         (4e-3, 1e-6, 1e-5),
@@ -168,6 +177,7 @@ def test_gradients(heads, dtype, deterministic, on_hopper):
         inputs, expected, _, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
         grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         expected_grads = torch.autograd.grad(expected, inputs, grad.double())
+        # Key 0 of the second sequence is selected by no row, so NaN must not spread.
         key_value[1, 0] = torch.nan
         tensors = [x.to(DEVICE) for x in (query, key_value, indices)]
         call = AttentionCall(*tensors, 192**-0.5, 512)
@@ -201,6 +211,7 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, o
         torch.use_deterministic_algorithms(deterministic)
         first = gradients()
         for _ in range(4):
+            # Query gradients and sums have a fixed order; key gradients are added with atomics otherwise.
             for value, other, repeats in zip(gradients(), first, (True, deterministic, True), strict=True):
                 assert torch.equal(value, other) or not repeats
     with monkeypatch.context() as patch:
@@ -228,6 +239,7 @@ def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_
     real, of_rows = hopper.gradients_of_keys, hopper.gradients_of_rows
 
     def gradients_of_keys(inputs, results, tiles, *rest):
+        # The low three bits of a task are the number of rows that share its tile.
         first, last = tiles[3][:2].tolist()
         seen.append(int((tiles[2][first:last] % 8).max()))
         real(inputs, results, tiles, *rest)
@@ -235,8 +247,10 @@ def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_
     monkeypatch.setattr(hopper, "gradients_of_keys", gradients_of_keys)
     monkeypatch.setattr(hopper, "gradients_of_rows", lambda *given: by_rows.append(of_rows(*given)))
     stored = -(-heads // hopper.backward_heads(heads)) * hopper.backward_heads(heads)
+    # Room for 13 rows of bf16 score gradients.
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", 13 * topk * stored * 2)
     gradients = attention.backward(call, grad.to(DEVICE), out, lse, True)
+    # More than 32 heads take the kernel that works row by row, unless sums need a fixed order.
     if heads > 32 and not deterministic:
         assert (len(by_rows), seen) == (1, [])
     else:

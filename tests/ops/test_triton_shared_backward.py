@@ -25,16 +25,20 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
     rows, heads, keys, topk = *query.shape[1:3], key_value.shape[1], indices.shape[1]
     groups, in_row = hopper.backward_heads(heads) // 8, -(-topk // TILE)
     place = torch.arange(grad_scores.shape[2])
+    # Heads of a group are interleaved in fours, as the kernel stores them.
     head = place // (4 * groups) * (4 * groups) + place % groups * 4 + place // groups % 4
     grad_scores.fill_(torch.nan)
+    # Without atomics, sums are stored per entry, and added in a fixed order later.
     if not atomic:
         grad_keys.fill_(torch.nan)
     for task in tasks[bounds[0] : bounds[1]].tolist():
+        # A task packs row, tile and number of sharers.
         sharers, row, entry = task % 8, task // 8 // in_row, task // 8 % in_row * TILE
         of_tile = slice(entry, min(entry + TILE, topk))
         index = indices[row, of_tile].long()
         valid = (index >= 0) & (index < keys)
         batch = (first + row) // rows
+        # The kernel reads zeros instead of an invalid key.
         tile = torch.where(valid[:, None], key_value[batch, index.clamp(0, keys - 1)], 0)
         sums = torch.zeros_like(tile)
         for sharer in range(row, row + sharers):
@@ -45,6 +49,7 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
             inner = tile[:, : of_grad.shape[1]] @ of_grad.T
             gradient = probability * (inner - delta.view(-1, heads)[number]) * softmax_scale
             stored = torch.zeros(len(tile), len(place))
+            # Places of missing heads stay zero.
             stored[:, head < heads] = gradient[:, head[head < heads]]
             grad_scores[sharer, of_tile] = stored
             summed.view(-1, topk)[number, places[sharer, of_tile].long()] = probability.sum(1)
@@ -69,6 +74,7 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
 )
 def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
+    # The stand-in itself marks unwritten entries with NaN.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     generator = torch.Generator().manual_seed(0)
     keys = topk + 30
@@ -92,7 +98,9 @@ def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monke
         chunks.append(given[3])
         gradients_of_keys(*given)
 
+    # Heads are padded to complete groups.
     stored = -(-heads // hopper.backward_heads(heads)) * hopper.backward_heads(heads)
+    # Bytes of a row: fp32 score gradients, and stored sums of 576 fp32 columns if deterministic.
     row_bytes = topk * (stored * 4 + (4 * 576 if deterministic else 0))
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", chunk * row_bytes)
     monkeypatch.setattr(attention, "tile_bytes", lambda total: chunk * row_bytes)
@@ -103,5 +111,6 @@ def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monke
     for value, other in zip(found, expected, strict=True):
         assert (value - other).norm() < 1e-5 * other.norm()
     assert chunks == list(range(0, batch * rows, min(chunk, batch * rows)))
+    # `ends` is positive where rows share tiles.
     assert (max(windows) > 0) == shares
     assert deterministic or heads > 3 or len(windows) == len(chunks)
