@@ -80,7 +80,7 @@ def test_what_neighbours_have_in_common_is_found():
         four = len(by_four) // TILE * TILE
         assert tiles.ends[first : first + FELLOWS, 0].tolist() == [four] * FELLOWS
         for row in (first, first + 2):
-            # Pairs share from what is left after the tiles of all four.
+            # Pairs share the keys that are left after the tiles of all four rows.
             two = four + (len(sets[row] & sets[row + 1]) - four) // TILE * TILE
             assert tiles.ends[row : row + 2, 1].tolist() == [two] * 2
             some += four > 0 and two > four
@@ -190,8 +190,8 @@ def test_the_sums_over_tiles_are_the_gradients_of_keys(kind):
         torch.randn(*shape, generator=generator, dtype=torch.float64)
         for shape in ((batch, rows, heads, dim), (batch, keys, dim), (batch, rows, heads, value_dim))
     )
-    expected, *found, shared = gradients_of_keys(query, key_value, indices, grad_out, value_dim)
+    expected, *both_ways, shared = gradients_of_keys(query, key_value, indices, grad_out, value_dim)
     # Random selections have no complete tile in common.
     assert (shared > 0) == (kind != "random")
-    for sums in found:
+    for sums in both_ways:
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-12)

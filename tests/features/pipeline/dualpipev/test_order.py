@@ -121,7 +121,7 @@ def most_on_their_way(**arguments):
 @pytest.mark.full
 @pytest.mark.parametrize(("pp", "layers"), [(2, 4), (4, 8)])
 def test_messages_are_let_go_when_they_have_been_used(pool, pp, layers):
-    """Held messages do not grow in number with a step; a gloo send is complete once something waits for it."""
+    """A longer step does not hold more messages; a gloo send is complete once something waits for it."""
     few, many = (
         pool.run(
             f"{__name__}:most_on_their_way",
