@@ -29,6 +29,7 @@ def one_step(
             loss = job.per_token_loss(model, job.samples(2)).mean()
         if mode != "no_grad":
             loss.backward()
+    # Score matrices have two axes of sequence length.
     scores = [tensor for tensor in saved if list(tensor.shape).count(job.SEQUENCE) == 2]
     tracker = dsa.DSAIndexerLossLoggingHelper.tracker.get("values")
     return {
@@ -63,6 +64,7 @@ def overlapped_step(coefficient: float | None, switches: Mapping[str, Any] | Non
         switches,
         {"dsa_indexer_loss_coeff": coefficient},
         num_microbatches=2,
+        # Small buckets, so that reductions start during backward.
         micro_batch_size=1,
         ddp={"overlap_grad_reduce": True, "bucket_size": 4000},
     )
@@ -83,11 +85,13 @@ def track(losses: list[list[tuple[int, float]]], num_layers: int, pp: int) -> di
         def add_scalar(self, name: str, value: Tensor, iteration: int) -> None:
             written.append((name, float(value), iteration))
 
+    # Two microbatches: half of each sum.
     totals: dict[str, Tensor] = {}
     helper.track_indexer_metrics(0.5, 7, Writer(), total_loss_dict=totals, per_layer_logging=True)
     after = {
         name: helper.tracker[name].sum().item() for name in ("values", "reported") if name in helper.tracker
     }
+    # A second log without losses must not repeat the first one's.
     helper.track_indexer_metrics(0.5, 8, None, total_loss_dict=totals)
     return {
         "written": written,
@@ -103,6 +107,7 @@ def tracked_over_groups() -> float:
         DSAIndexerLossLoggingHelper as helper,
     )
 
+    # 1 on rank 0 and 2 on rank 1, averaged to 1.5.
     helper.save_loss_to_tracker(
         torch.tensor(1.0 + dist.get_rank()), 1, 1, avg_group=dist.group.WORLD, reduce_group=None
     )
@@ -150,6 +155,7 @@ def indexer_input(
     attention.core_attention.forward = watch
     attention.linear_q_down_proj.register_forward_hook(
         lambda m, i, out: seen.__setitem__("latent", out[0].detach())
+        # Recorded before the norm that the up-projection holds.
     )
     loss = job.per_token_loss(model, job.samples(2)).mean()
     loss.backward()

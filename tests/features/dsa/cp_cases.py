@@ -60,6 +60,7 @@ def parts_kept_apart() -> Iterator[list[int]]:
         return hand_over(self, *parts)
 
     with contextlib.ExitStack() as patches:
+        # Every module that decides by device whether the parts stay apart.
         for module in (problem, absorb, shared_keys):
             patches.enter_context(mock.patch.object(module, "keeps_parts_apart", return_value=True))
         patches.enter_context(mock.patch.object(KeyExchange, "hand_over", noting))
@@ -91,6 +92,7 @@ def step(
     runs = mock.patch.object(core_attention, "in_runs", return_value=by_run)
     with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
         result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
+    # Without the loss, nothing is logged.
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
         return {**result, "indexer loss": 0.0}
     return {**result, "indexer loss": logged_indexer_loss(num_microbatches)}
@@ -105,6 +107,7 @@ def losses_of_late_weights(cp: int, builder: str, **switches: Any) -> list[Tenso
         losses = []
         for late in (False, True):
             if late:
+                # Weights arrive in forward pre-hooks, like FSDP's gathered parameters.
                 _send_for(model)
             tokens = job.per_token_loss(model, job.samples(2))
             losses.append(torch.stack([tokens.mean().detach(), torch.tensor(logged_indexer_loss(1))]))
@@ -134,6 +137,7 @@ def logged_indexer_loss(num_microbatches: int) -> float:
 
     losses: dict[str, Tensor] = {}
     tracker = indexer_loss(Megatron()).tracker
+    # The tracker holds a sum over microbatches.
     tracker.track_indexer_metrics(1 / num_microbatches, 1, None, total_loss_dict=losses)
     return float(losses["indexer loss"])
 
@@ -175,6 +179,7 @@ def index_rows(spec: Any, cfg: Any) -> dict[str, Tensor]:
     positions = job.own_positions(SEQUENCE)
     x, qr = seeded(SEQUENCE, 2, cfg.hidden_size), seeded(SEQUENCE, 2, cfg.q_lora_rank)
     query, key, weights = indexer.forward_before_topk(x[positions], qr[positions])
+    # All projections side by side, [rows, batch, width].
     return {"positions": positions, "rows": torch.cat([query.flatten(2), key, weights], dim=-1).detach()}
 
 
@@ -185,6 +190,7 @@ def seeded(*shape: int) -> Tensor:
 def in_order(ranks: list[Mapping[str, Tensor]]) -> Tensor:
     """Join all ranks' rows in sequence order."""
     rows = torch.cat([rank["rows"] for rank in ranks])
+    # Sorting by position restores the sequence.
     return rows[torch.cat([rank["positions"] for rank in ranks]).argsort()]
 
 
@@ -218,6 +224,7 @@ def order_of_a_layer(**switches: Any) -> list[str]:
         "start_sum": "gradient {} starts",
         "summed": "gradient {} is needed",
     }
+    # Transfers are named by the width of their key: the main key's differs from the indexer's.
     widths: dict[int, int] = {}
 
     def telling(name: str) -> Callable[..., Any]:
@@ -240,6 +247,7 @@ def order_of_a_layer(**switches: Any) -> list[str]:
         for name, module in model.named_modules():
             last = name.rpartition(".")[2]
             if last in ("linear_q_up_proj", "linear_wq_b", "linear_proj"):
+                # Forward and backward of the projections next to the transfers.
                 module.register_forward_hook(lambda m, i, o, n=last: events.append(n))
                 module.weight.register_hook(lambda g, n=last: events.append(f"{n} backward"))
         return model

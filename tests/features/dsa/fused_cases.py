@@ -45,6 +45,7 @@ def step_as_long_sequences(
     """Run :func:`one_step` with by-head attention as for long sequences; also return its call counts."""
     from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 
+    # Such a short sequence would otherwise be too short for by-head attention.
     with mock.patch.object(by_head, "_FEWEST_KEYS", 1), counted(cpu_heads, "forward", "backward") as counts:
         return one_step(switches, overrides) | {"by head": counts}
 
@@ -89,6 +90,7 @@ def step_with_split_down_projections(
         block = original(*args, **kwargs)
         for layer in block.layer_specs:
             attention = layer.submodules.self_attention.submodules
+            # The local spec duplicates the down-projections.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
         return block
 
@@ -125,6 +127,7 @@ def warmup(
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     chunks = [job.gpt_model(cfg, vp_stage=stage if vpp else None, mtp=mtp) for stage in range(vpp or 1)]
+    # Copies of the weights, to find the ones that the optimizer changes.
     before = [{name: p.detach().clone() for name, p in job.global_names(chunk).items()} for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = [
@@ -134,6 +137,7 @@ def warmup(
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(adam, wrapped)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    # Two microbatches of two samples for this data parallel rank.
     microbatches = list(job.samples(4 * ranks).view(2, ranks, 2, -1)[:, rank])
     indexer_losses = []
     gradients: dict[str, Tensor] = {}
@@ -150,6 +154,7 @@ def warmup(
             micro_batch_size=2,
             forward_only=False,
         )
+        # Later steps have other weights, hence gradients that cannot be compared.
         if step == 0:
             trained = [n for chunk in chunks for n, p in job.global_names(chunk).items() if p.requires_grad]
             gradients = {
@@ -160,8 +165,10 @@ def warmup(
             }
         optimizer.step()
         losses: dict[str, Tensor] = {}
+        # Scaled by 1 / 2 for two microbatches.
         DSAIndexerLossLoggingHelper.track_indexer_metrics(0.5, step, None, total_loss_dict=losses)
         indexer_losses.append(float(losses["indexer loss"]))
+    # Optimizer state exists only for trained parameters.
     states = [state for single in optimizer.chained_optimizers for state in single.optimizer.state.values()]
     return {
         "indexer losses": indexer_losses,
@@ -217,12 +224,14 @@ def saved_for_backward(stage: str, sequence: int) -> int:
         storages: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
+            # Weights are not saved for backward in addition.
             if not isinstance(tensor, torch.nn.Parameter):
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             loss = job.per_token_loss(model, job.samples(1)).mean()
+        # Summed before backward frees the graph.
         total = sum(storages.values())
         loss.backward()
     return total
@@ -252,6 +261,7 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
         for patch in patches:
             patch.stop()
     calls = {name: called.call_count for name, called in mocks.items()}
+    # Whether the problem passed to each layer's attention is absorbed.
     forms = [call.args[0].operands.absorbed for call in mocks["sparse_attention"].call_args_list]
     return {**result, "counts": {**result["counts"], **calls}, "forms": forms}
 
@@ -283,6 +293,7 @@ def decoding() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     attention = job.gpt_model(job.config()).decoder.layers[0].self_attention.core_attention
+    # One query token, five cached keys.
     query, key, value = torch.zeros(1, 1, 4, 16), torch.zeros(5, 1, 4, 16), torch.zeros(5, 1, 4, 8)
     x, qr = torch.zeros(1, 1, 32), torch.zeros(1, 1, 24)
     attention(query, key, value, None, x, qr, attn_mask_type=AttnMaskType.no_mask)
@@ -295,6 +306,7 @@ def frozen_indexer(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
     model = job.gpt_model(job.config())
     for name, parameter in model.named_parameters():
+        # All other weights stay trainable.
         parameter.requires_grad_("indexer" not in name)
     with ties_to_the_lowest():
         job.per_token_loss(model, job.samples(2)).mean().backward()

@@ -51,6 +51,7 @@ def _identities() -> dict[str, Any]:
             objects[f"{module.__name__}:{name}"] = value
             if isinstance(value, type) and value.__module__ == module.__name__:
                 objects |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
+    # Dunder names such as __builtins__ change with every import.
     return {name: value for name, value in objects.items() if not name.rpartition(":")[2].startswith("__")}
 
 
@@ -96,6 +97,7 @@ def mtp_step() -> dict[str, Any]:
     metrics: dict[str, Tensor] = {}
     values = DSAIndexerLossLoggingHelper.tracker["values"].clone()
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 1, None, total_loss_dict=metrics)
+    # `reported` counts the layers that logged a loss.
     return {
         "gradients": job.gradients([model], only="indexer"),
         "reported": reported,
@@ -137,6 +139,7 @@ def norms(normalization: str, zero_centered: bool) -> dict[str, Any]:
     initial = {name: parameter.detach().clone() for name, parameter in norm.named_parameters()}
     with torch.no_grad():
         for index, parameter in enumerate(norm.parameters()):
+            # Weights other than the initial ones and zeros.
             parameter.add_(torch.linspace(-1, 1, 32) * (index + 1))
     hidden = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(3))
     return {
@@ -185,6 +188,7 @@ def checkpoint_shards(tp: int) -> list[dict[str, Any]]:
             "data": entry.data.detach().clone(),
         }
         for entry in _leaves(entries)
+        # Replicas are written only once.
         if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id)
     ]
 
@@ -231,5 +235,6 @@ def rotation_gradcheck() -> bool:
     job.start()
     from megatron.core.transformer.experimental_attention_variant import dsa
 
+    # Size 8 with float64, exact enough for finite differences.
     activation = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     return torch.autograd.gradcheck(dsa.rotate_activation, activation)

@@ -1,6 +1,4 @@
-"""Comparison of ring attention, head exchange and both with attention in one piece, on real process
-groups.
-"""
+"""Comparison of ring attention, head exchange and both with attention in one piece."""
 
 from __future__ import annotations
 
@@ -33,6 +31,7 @@ def strategy(algorithm: str) -> PayloadStrategy:
     if algorithm == "a2a":
         return HeadExchange(world)
     ranks = range(dist.get_world_size())
+    # Neighbours exchange heads; ranks with the same place in their pair form a ring.
     pairs = [dist.new_group(list(ranks[first : first + 2])) for first in ranks[::2]]
     across = [dist.new_group(list(ranks[first::2])) for first in (0, 1)]
     rank = dist.get_rank()
@@ -56,12 +55,13 @@ def drawn(length: int, dtype: str, latent: bool, kv_heads: int) -> list[Tensor]:
 PACK = Pack(((0, 7), (8, 9), (10, 41), (41, 43)), 48)
 """Documents with padding between and after them."""
 CUT = Pack(((0, 13), (16, 32), (40, 47)), 48)
-"""Documents with lengths that two chunks for each of four ranks divide."""
+"""Documents padded to 16, 24 and 8 rows, which two chunks for each of four ranks divide."""
 
 
 def packed_rows(packed: str, ranks: int) -> PackedRows | None:
     """Return packed rows balanced by work (``dealt``) or cut by document (``cut``)."""
     if packed == "dealt":
+        # Blocks of three rows, dealt by work.
         return PackedRows(PACK, BalancedBlocks(ranks, PACK, 3))
     return PackedRows(CUT, DocumentZigzag(ranks, ((0, 16), (16, 40), (40, 48)))) if packed == "cut" else None
 
@@ -85,6 +85,7 @@ def compared(
     wanted = [wide, *torch.autograd.grad(wide, leaves, grad.double())]
 
     layout: Layout = Zigzag(ranks) if rows is None else rows.layout
+    # This rank's rows; the up-projection's weight is the same on all ranks.
     mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, *others[: 1 if latent else 2])]
     weights = [others[1].requires_grad_()] if latent else []
     inner, exchange = DenseAttention(SCALE), strategy(algorithm)
@@ -97,6 +98,7 @@ def compared(
         results = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
     for gradient in results[len(mine) + 1 :]:
         dist.all_reduce(gradient)  # data parallelism sums weight gradients like this
+    # Weight gradients are complete, all other tensors are cut.
     right = [split(one, layout, rank, 0) for one in wanted[: len(mine) + 1]] + wanted[len(mine) + 1 :]
     names = ("out", "query", *(("latents", "weight") if latent else ("key", "value")))
     return {
@@ -108,6 +110,7 @@ def compared(
 def attended_to_in_one_piece(leaves: list[Tensor], latent: bool, pack: Pack | None) -> Tensor:
     query, key, value = leaves
     if latent:
+        # The up-projection of all heads, as Megatron computes it.
         up = torch.einsum("sbc,oc->sbo", key[..., 0, :LATENT], value).unflatten(-1, (HEADS, -1))
         rotary = key[..., LATENT:].expand(-1, -1, HEADS, -1)
         key, value = torch.cat([up[..., :PLAIN], rotary], -1), up[..., PLAIN:]
@@ -117,6 +120,7 @@ def attended_to_in_one_piece(leaves: list[Tensor], latent: bool, pack: Pack | No
         position, starts, ends = torch.arange(pack.length), pack.starts[:, None], pack.ends[:, None]
         sees = (position >= starts) & (position < ends)  # [rows, keys]
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * SCALE
+        # Padding rows see no key: NaN becomes zero.
         likely = scores.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0)
         return torch.einsum("bhst,tbhd->sbhd", likely, value)
     batch_first = (one.transpose(0, 1) for one in (query, key, value))
@@ -126,6 +130,7 @@ def attended_to_in_one_piece(leaves: list[Tensor], latent: bool, pack: Pack | No
 @contextlib.contextmanager
 def no_memory_of_others() -> Iterator[None]:
     """Fill fresh memory with NaN, so that a read before a transfer has arrived shows."""
+    # Torch fills uninitialized memory with NaN in deterministic mode.
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -159,6 +164,7 @@ def events_of_ring() -> dict[str, list[str]]:
 
         return tell
 
+    # Two key heads for eight query heads; only the order of events matters.
     query, grad, key, value = drawn(24, "float32", latent=False, kv_heads=2)
     layout, rank = Zigzag(dist.get_world_size()), dist.get_rank()
     mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, key, value)]

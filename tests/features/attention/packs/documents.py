@@ -43,6 +43,7 @@ def described(lengths: Sequence[int], rows: int) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     sums = prefix_sums(lengths)
+    # Padding at the end counts to the last document's place, as in Megatron's description.
     places, longest = None, max(lengths)
     if rows > sums[-1]:
         places = torch.cat([sums[:-1], torch.tensor([rows])]).int()
@@ -66,19 +67,23 @@ def one_pass(
     tokens, labels = tokens_of(lengths, padding)
     cfg = getattr(build, config)(**(overrides or {}))
     with mock.patch.object(job, "SEQUENCE", rows):
+        # The model is built for the length of the pack.
         model = build.gpt_model(cfg, **({"mtp": True} if mtp else {}))
     logged, losses = 0.0, []
     parts = [(slice(0, rows), count)] if packed else []
     if not packed:
         ends = prefix_sums(lengths).tolist()
+        # Empty documents make no microbatch.
         parts = [(slice(a, b), b - a) for a, b in itertools.pairwise(ends) if b > a]
     for part, counted in parts:
-        own = torch.arange(part.stop - part.start)[None]
+        positions = torch.arange(part.stop - part.start)[None]
+        # Each document's indexer loss counts by its share of the tokens, as in the pack.
         scale_indexer_loss(counted / count)
-        inputs = tokens[:, part], own, None
-        given = {"packed_seq_params": described(lengths, rows)} if packed else {}
-        out = model(*inputs, labels=labels[:, part], **given)[0, :counted]
+        inputs = tokens[:, part], positions, None
+        arguments = {"packed_seq_params": described(lengths, rows)} if packed else {}
+        out = model(*inputs, labels=labels[:, part], **arguments)[0, :counted]
         losses.append(out.detach())
+        # The mean over all tokens, accumulated document by document.
         (out.sum() / count).backward()
         logged += logged_loss() * counted / count
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -121,12 +126,14 @@ def batches(from_tokens: bool, packs: int = 2) -> list[dict[str, Tensor]]:
     """Return collated packs; document lengths come in separate tensors or from end tokens."""
     collated = []
     for seed in range(packs):
+        # Rotated lengths, so that the packs differ.
         lengths = LENGTHS[seed:] + LENGTHS[:seed]
         tokens, labels = tokens_of(lengths, 0 if from_tokens else PADDING, seed)
         mask = torch.ones(tokens.shape)
         mask[:, sum(lengths) :] = 0
         batch = {"tokens": tokens, "labels": labels, "loss_mask": mask}
         if from_tokens:
+            # No end token inside of a document.
             tokens[tokens == END] = END + 1
             tokens[:, prefix_sums(lengths)[1:] - 1] = END
         else:
@@ -186,8 +193,10 @@ def scripted_step(
         **({**parallel, "cp_comm_type": comm_type} if parallel else {}),
     )
     cfg.finalize_model_grads_func = finalize_model_grads
+    # Each document needs two chunks per context parallel rank.
     packs = in_places(batches(from_tokens), 2 * cp) if cut else batches(from_tokens)
     data = one_by_one(packs) if alone else packs
+    # Only these ranks read data, as in Megatron-LM.
     reads = parallel_state.get_tensor_model_parallel_rank() == 0 and (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -223,6 +232,7 @@ def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tenso
     padded = []
     for batch in packs:
         sums = batch["cu_seqlens"].flatten()
+        # -(n // -unit) is n / unit, rounded up.
         rooms = torch.cat([sums[:1], (-(sums.diff() // -unit) * unit).cumsum(0).int()])
         rows = torch.cat(
             [torch.arange(n) + at for at, n in zip(rooms.tolist(), sums.diff().tolist(), strict=False)]
@@ -231,6 +241,7 @@ def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tenso
             name: batch[name].new_zeros(1, int(rooms[-1])) for name in ("tokens", "labels", "loss_mask")
         }
         for name, whole in placed.items():
+            # Rows of padding keep zeros, also in the loss mask.
             whole[:, rows] = batch[name][:, : int(sums[-1])]
         padded.append({**placed, "sums": sums, "places": rooms})
     return padded
@@ -248,6 +259,7 @@ def cut_documents(batch: dict[str, Tensor]) -> Any:
     kept_rows = []
     for begin, end in itertools.pairwise(places.tolist()):
         chunks = torch.arange(begin, end).chunk(2 * ranks)
+        # Zigzag: chunks r and 2 * ranks - 1 - r of every document.
         kept_rows += [chunks[rank], chunks[2 * ranks - 1 - rank]]
     for name in ("tokens", "labels", "loss_mask"):
         batch[name] = batch[name][:, torch.cat(kept_rows)]
@@ -274,6 +286,7 @@ def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) 
     source = parallel_state.get_tensor_model_parallel_src_rank()
     received = [next(data) if data is not None else None]
     dist.broadcast_object_list(received, src=source, group=group)
+    # Middle stages of a pipeline have no batch.
     batch = received[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
     arguments = {}
     if "places" in batch:

@@ -45,10 +45,12 @@ def life(
     unequal["fsdp2 to ddp"] = differing(ddp, sharded)
     resumed = assemble(**job, fsdp2=True)
     load_from(resumed, PLAIN, from_fsdp2)
+    # A third step shows that the optimizer's state was loaded, too.
     unequal["resumed"] = [] if step(resumed, 2) == step(sharded, 2) else ["record"]
     unequal["resumed"] += differing(resumed, sharded)
     whole, pieces = zip(*pairs(ddp, sharded), strict=True)
     experts = [parameter for name, parameter in sharded.model.named_parameters() if ".experts." in name]
+    # Sharded parameters other than experts.
     dense = [
         piece
         for piece in pieces
@@ -58,6 +60,7 @@ def life(
         "records": records,
         "unequal": unequal,
         "contents": [_contents(folder) for folder in (from_ddp, from_fsdp2)],
+        # This rank's share of the sharded elements, expected to be one over the number of shards.
         "share": sum(weight._local_tensor.numel() for weight in dense)
         / sum(weight.numel() for weight in dense),
         "dims": {weight.placements[-1].dim for weight in dense},
@@ -95,10 +98,12 @@ def idle_experts(**switches: Any) -> dict[str, Any]:
     for variant in both:
         for name, parameter in variant.model.named_parameters():
             if "router.weight" in name:
+                # Equal logits send every token to the first two experts.
                 local_of(parameter.detach()).zero_()
         variant.optimizer.reload_model_params()  # master weights are copies of the router weights
     first = [step(variant, 0) for variant in both]
     _, experts = both[1].parts
+    # Zero moments show experts without tokens.
     moments = [
         local_of(state["exp_avg"]).count_nonzero().item() for state in experts.optimizer.state.values()
     ]
@@ -109,6 +114,7 @@ def late_gradients() -> str:
     """Return the error of a first step in which FSDP2 reduces no gradients after a unit's backward."""
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)
+    # Without this hook, FSDP2 reduces no gradients in backward.
     with mock.patch.object(FSDPParamGroup, "post_backward"):
         try:
             step(sharded, 0)
@@ -133,10 +139,10 @@ def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     again = assemble(**job, distributed=True)
     load_from(again, WAY, second)
     save_to(again, WAY, third)
+    # A refused load must leave the state unchanged.
     before, refused = state(sharded), ""
-    if not switches.get(
-        "moe_grouped_gemm"
-    ):  # the distributed optimizer cannot save grouped experts in this format
+    # The distributed optimizer cannot save grouped experts in this format.
+    if not switches.get("moe_grouped_gemm"):
         save_to(whole, "dp_reshardable", slices)
         try:
             load_from(sharded, "dp_reshardable", slices)
@@ -191,6 +197,7 @@ def stages_of_ddp(folder: str) -> list[str]:
     unequal = differing(whole, sharded)
     _step_with_drawn_gradients(sharded, 1)
     steps = {float(each["step"]) for part in sharded.parts for each in part.optimizer.state.values()}
+    # Step counts are loaded (1) and continued (2).
     return [*unequal, *([] if steps == {2} else ["steps"])]
 
 
@@ -201,6 +208,7 @@ def _step_with_drawn_gradients(job: Any, number: int) -> float:
     job.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(number)
     for parameter in job.model.parameters():
+        # The same seed on all ranks: replicas get equal gradients.
         drawn = torch.randn(local_of(parameter).shape, generator=generator)
         if isinstance(parameter, DTensor):
             parameter.grad = like(drawn, parameter)
@@ -215,6 +223,7 @@ def _unequal(one: str, other: str) -> list[str]:
 
     first, second = (dist_checkpointing.load_plain_tensors(folder) for folder in (one, other))
     names = sorted(key for key, each in first.items() if isinstance(each, Tensor))
+    # Guards against comparing empty checkpoints.
     assert len(names) > 20
     assert {key for key, each in second.items() if isinstance(each, Tensor)} == set(names)
     return [name for name in names if not torch.equal(first[name], second[name])]
@@ -237,9 +246,7 @@ def pairs(one: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def differing(whole: Any, sharded: Any) -> list[str]:
-    """Return the names of weights, master weights, moments and steps that differ from the other job's
-    shard.
-    """
+    """Return the names of weights, masters, moments and steps that differ from the other job's shard."""
     differences = []
     for index, (theirs, ours) in enumerate(pairs(whole, sharded)):
         differences += [f"weight {index}"] if not same(theirs, ours) else []

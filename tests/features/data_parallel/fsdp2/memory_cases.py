@@ -56,9 +56,11 @@ def _watched(counts: Counter[str], shards: list[Any]) -> Iterator[None]:
 
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
+        # A pass knows the layer below if it prefetches that layer's tensors.
         counts["layers below found"] += self._previous is not None
 
     def moved(self: Any, storage: Any, *args: Any) -> None:
+        # Gathered weights must not be copied to the host as activations.
         gathered = [tensor.data_ptr() for each in shards for tensor in each.all_gather_outputs]
         counts["gathered weights moved"] += storage.data_ptr() in gathered
         move(self, storage, *args)
@@ -78,4 +80,5 @@ def _bytes_of_state(job: Job) -> float:
             moments = (part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))
             tensors += [local_of(tensor) for tensor in (main, *moments)]
             count += local_of(main).numel()
+    # State in the pool of host buffers does not count.
     return storage_bytes(tensor for tensor in tensors if not host_pool.shared.holds(tensor)) / count

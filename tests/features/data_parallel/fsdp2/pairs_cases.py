@@ -49,6 +49,7 @@ def train(
         for holder, name, value in (
             (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
             (optimizer_job, "MICROBATCHES", MICROBATCHES),
+            # Without deferral, weight gradients are computed in backward, as stock does.
             *([] if late else [(delayed.Late, "deferred", lambda self: nullcontext())]),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
@@ -58,6 +59,7 @@ def train(
             events.failed = _failed(job)
         stack.enter_context(events.recorded(job))
         records = [optimizer_job.step(job, number) for number in range(STEPS - 1)]
+        # The evaluation's gathers do not count.
         gathers = Counter(events.gathers)
         with torch.no_grad():
             evaluated = per_token_loss(job.model, samples(2))
@@ -73,6 +75,7 @@ def _failed(job: Any) -> int:
     run = delayed.Late.run
 
     def unlucky(self: Any) -> None:
+        # The second call fails, after the first one has deferred some gradients.
         if waiting:
             raise ValueError("out of luck")
         waiting.append(len(self))
@@ -82,6 +85,7 @@ def _failed(job: Any) -> int:
         try:
             optimizer_job.forward_backward(job, 0)
         except ValueError:
+            # A failed step leaves FSDP2's iteration state half done.
             job.model.module.reset_iter_state()
             return waiting[0]
     return 0
@@ -117,6 +121,7 @@ class _Events:
         def reduced(parameters: Any, *args: Any) -> Any:
             name = _unit_name(parameters[0])
             self.reductions[name] += 1
+            # A reduction with deferred gradients missing would be wrong.
             if any(len(unit.late) for unit in self._units if _has(unit, parameters[0])):
                 self.early.append(name)
             return reduce(parameters, *args)
@@ -125,6 +130,7 @@ class _Events:
             for unit in self._units:
                 if any(gradient._weight is weight for weight in _weights(unit)):
                     self.late[_unit_name(_groups(unit)[0].fsdp_params[0])] += 1
+                    # Weights that are still gathered when a deferred gradient is computed.
                     self.alive.append(
                         storage_bytes(weight for one in self._units for weight in _weights(one))
                     )
@@ -158,4 +164,5 @@ def _unit_name(parameter: Any) -> str:
     parts = parameter._param_fqn.removeprefix("module.").split(".")
     if parts[0] in ("embedding", "output_layer"):
         return str(parts[0])
+    # The multi-token prediction layer's projection is outside of its transformer layer.
     return ".".join(parts[:3]) if "layers" in parts and "eh_proj" not in parts else "rest"

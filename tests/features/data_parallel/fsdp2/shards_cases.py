@@ -95,6 +95,7 @@ def train(ahead: int) -> dict[str, Any]:
         for name, unit in [*enumerate(units), ("root", model)]
     }
     events: list[str] = []
+    # FSDP2's private methods, wrapped below to record their order.
     gather, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
     start = _fsdp_param_group.foreach_reduce
     held = peak = 0
@@ -102,11 +103,13 @@ def train(ahead: int) -> dict[str, Any]:
     def unshard(self: Any, *args: Any) -> None:
         before = self._all_gather_result
         gather(self, *args)
+        # FSDP2 skips a gather that has already been started.
         if self._all_gather_result is not before:
             events.append(f"gather {names[id(self)]}")
 
     def wait_for_unshard(self: Any) -> None:
         nonlocal held, peak
+        # Record only waits that end a gather.
         waits = self._all_gather_result is not None
         wait(self)
         if waits:
@@ -120,6 +123,7 @@ def train(ahead: int) -> dict[str, Any]:
         return start(parameters, *args)
 
     all_groups: list[Any] = [u._get_fsdp_state()._fsdp_param_groups[0] for u in (*units, model)]
+    # Every rank has other data, so gradients differ before their reduction.
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     with (
         mock.patch.object(FSDPParamGroup, "unshard", unshard),
@@ -137,6 +141,7 @@ def train(ahead: int) -> dict[str, Any]:
             # An unsharded gradient, which the caller has to reduce.
             errors[name] = float((ours.grad - theirs.grad).abs().max())
             continue
+        # FSDP2 averages gradients over ranks.
         dist.all_reduce(theirs.grad)
         errors[name] = float((ours.grad.full_tensor() - theirs.grad / mesh.size()).abs().max())
     cuts = {
@@ -238,6 +243,7 @@ class Written(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Positional arguments, then keyword-only arguments.
         for argument, value in zip(func._schema.arguments, args, strict=False):
             self._count(argument, value)
         for argument in func._schema.arguments:
@@ -264,6 +270,7 @@ def copy_out() -> dict[str, Any]:
             with Written() as written:
                 group.wait_for_unshard()
             results[name] = {
+                # 1 if every element is written once.
                 "written": written.elements / sum(each.numel() for each in plain.parameters()),
                 "weight": torch.equal(model.linear.weight, plain.linear.weight),
                 "odd": torch.equal(model.odd, plain.odd),

@@ -38,6 +38,7 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
         first, ours = (record["norm"] for record in rank["records"][0])
         assert ours == pytest.approx(first, rel=1e-6), "sums in fp32, each gradient counted once"
         assert rank["unequal"] == {"ddp to fsdp2": [], "fsdp2 to ddp": [], "resumed": []}
+        # The sharding size limits the number of shards; other ranks hold replicas.
         pieces = sharding_size or world_size
         assert rank["share"] == 1 / pieces
         assert rank["dims"] == {0, 1}, "odd numbers of rows, and six of them in quarters"
@@ -57,6 +58,7 @@ GROUPED = {**EXPERTS, "moe_grouped_gemm": True}
 @pytest.mark.parametrize(
     ("world_size", "ep", "sharding_size", "switches", "cut"),
     [
+        # cut: the sharded dimension and the number of shards.
         (4, 2, None, EXPERTS, (0, 2)),
         pytest.param(2, 1, None, EXPERTS, (0, 2), marks=pytest.mark.full),
         pytest.param(4, 2, None, {**GROUPED, **SWAPPED}, (2, 2), marks=pytest.mark.full),
@@ -108,6 +110,7 @@ def test_experts_without_tokens_take_part(pool):
         for before, after in rank["records"]:
             assert after["loss"] == before["loss"]
             assert after["norm"] == pytest.approx(before["norm"], rel=1e-6)
+        # Some experts got no tokens, and their moments are still zero.
         assert 0 in rank["moments"]
     idle = [set(rank["moments"]) == {0} for rank in ranks]
     assert idle in ([False, True] * 2, [True, False] * 2), "of every other rank all experts"
@@ -168,6 +171,7 @@ def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
     # Experts are only sharded where two ranks of a stage hold the same ones, hence four ranks.
     size = 4 if "fsdp2_shard_experts" in switches else 2
     ranks = pool.run(f"{CASES}:stages", 2 * size, **arguments)
+    # Parameters of the second optimizer, which is the experts' one.
     assert [rank["numbers"][1] for rank in ranks[:size]] == [0] * size
     assert all(rank["numbers"][1] > 0 for rank in ranks[size:])
     for rank in ranks:
@@ -187,6 +191,7 @@ def test_an_optimizer_that_counts_in_its_groups_goes_on_where_rank_0_counted_not
     chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=object()) for _ in range(2)])
     states = {
         number: {"optimizer": {"state": {}, "param_groups": groups}}
+        # Groups of two optimizers; the second one's parameters are on other ranks.
         for number, groups in enumerate(([{"step": 3}, {"step": 3}], [{}, {"step": None}]))
     }
     loaded = []

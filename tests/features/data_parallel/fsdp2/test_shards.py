@@ -24,13 +24,16 @@ def test_gathers_are_issued_ahead_in_both_directions(pool):
         assert "dim=0" in rank["cuts"]["layers.0.weight"]
         assert "dim=1" in rank["cuts"]["last.weight"]
         assert rank["cuts"]["last.bias"] == ""
+        # The root unit, the current unit, and two units ahead.
         assert rank["peak"] <= 2 + 2
         turn = rank["events"].index("backward")
         forward, backward = rank["events"][:turn], rank["events"][turn:]
+        # Two units are gathered before the first one runs, then one more at each use.
         assert forward[:8] == [
             *("gather root", "use root", "gather 0", "gather 1"),
             *("use 0", "gather 2", "use 1", "gather 3"),
         ]
+        # Backward gathers in reverse, one unit ahead of its use.
         for step in range(UNITS - 2):
             last = UNITS - 1 - step
             assert backward.index(f"gather {last - 2}") < backward.index(f"use {last - 1}")
@@ -38,10 +41,12 @@ def test_gathers_are_issued_ahead_in_both_directions(pool):
 
 
 def test_weights_are_gathered_once_for_backward_also_where_layers_run_again(pool):
+    # Each unit and the root, once in forward and once in backward.
     assert pool.run("tests.features.data_parallel.fsdp2.shards_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
 
 
 def test_no_weight_is_gathered_for_another_microbatch(pool):
+    # Two microbatches, forward and backward, without a root unit.
     assert (
         pool.run("tests.features.data_parallel.fsdp2.shards_cases:two_microbatches", 2) == [UNITS * 2 * 2] * 2
     )
@@ -74,5 +79,6 @@ def test_gathered_weights_are_copied_once(pool):
             assert copy["weight"]
             assert copy["odd"]
             assert copy["bias"]
+        # FSDP2 copies the column-cut weight twice: out of the buffer, and into place.
         assert rank["FSDP2"]["written"] == pytest.approx(1 + odd / whole)
         assert rank["one pass"]["written"] == 1
