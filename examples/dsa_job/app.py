@@ -88,9 +88,7 @@ def enable_features(args: argparse.Namespace) -> None:
     else:
         args.use_fused_dsa = running.settings.use_fused_dsa
     named = args.save
-    args.save = named or (
-        None if args.no_save else args.output_dir
-    )  # validation sees the folder that the run will use
+    args.save = named or (None if args.no_save else args.output_dir)
     mindspeed_dsa.validate(args)
     args.save = named
 

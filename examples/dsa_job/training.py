@@ -285,7 +285,7 @@ class _Job:
         return self.wall_before + time.monotonic() - self.start
 
     def _save(self) -> None:
-        """Finish the previous save, then save; training continues meanwhile with ``--async-save``."""
+        """Finish the previous save, then save; training continues meanwhile unless ``--no-async-save``."""
         self._finish_saves(wait=True)
         self.progress.wall_s = distributed.max_over_ranks(self._wall())
         stepper, folder, step = self.stepper, Path(self.args.save), self.progress.iteration

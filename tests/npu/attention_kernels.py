@@ -1,4 +1,4 @@
-"""Lightning Indexer and Sparse Flash Attention with their gradients, as torch_npu's manuals describe them."""
+"""CPU kernels of Lightning Indexer and Sparse Flash Attention with gradients, from torch_npu's manuals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def npu_lightning_indexer(
     sparse_mode: int = 3,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Indices by descending score, -1 behind them, and the scores in the dtype of the query."""
+    """Return indices by descending score, then -1, and scores in the query's dtype."""
     name = "npu_lightning_indexer"
     require(
         name,
@@ -64,7 +64,7 @@ def npu_lightning_indexer(
 
 
 GRAD_TOPK = 2048
-"""Entries of a row, by the manual of the gradient, and the fewest keys of a sequence."""
+"""Entries of a row, and the fewest keys of a sequence, by the gradient's manual."""
 
 
 def npu_lightning_indexer_grad(
@@ -78,7 +78,7 @@ def npu_lightning_indexer_grad(
     layout: str = "BSND",
     sparse_mode: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from those of the selected scores, ``dy``."""
+    """Return gradients of the indexer's inputs, given ``dy``, the gradients of the selected scores."""
     name = "npu_lightning_indexer_grad"
     require(
         name,
@@ -98,7 +98,7 @@ def npu_lightning_indexer_grad(
         here = indices[s.rows].long()
         grad = torch.zeros(mask.shape).scatter_add_(1, here.clamp_min(0), dy[s.rows] * (here >= 0))
         grads[1][s.keys] = 0
-        # Of 64 heads times all keys only a few rows are held at a time.
+        # Hold only a few rows at a time: 64 heads times all keys would be large.
         for first in range(s.rows.start, s.rows.stop, 128):
             part = slice(first, min(first + 128, s.rows.stop))
             g = grad[part.start - s.rows.start : part.stop - s.rows.start]
@@ -126,7 +126,7 @@ def npu_sparse_flash_attention(
     attention_mode: int = 0,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over the selected keys, with maximum and sum of the softmax."""
+    """Return attention over the selected keys, with maximum and sum of the softmax."""
     name = "npu_sparse_flash_attention"
     parts = (query, key, value, query_rope, key_rope)
     check_attention(name, *parts, sparse_indices, (attention_mode, sparse_mode))
@@ -171,7 +171,7 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int = 2**63 - 1,
     attention_mode: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and both rotary parts; those of key and value are apart."""
+    """Return gradients of query, key, value and both rotary parts; key and value have separate gradients."""
     name = "npu_sparse_flash_attention_grad"
     parts = (query, key, value, query_rope, key_rope)
     check_attention(name, *parts, sparse_indices, (attention_mode, sparse_mode))

@@ -1,7 +1,6 @@
-"""What torch_npu's operators of matmul and collective compute, on CPU tensors, over gloo.
+"""CPU kernels of torch_npu's operators of matmul and collective, over gloo, written from the manuals.
 
-Written from their manuals; the limits that these give raise. Groups are known by the names that
-:func:`communicator` gave them, as HCCL's communicators are.
+The manuals' limits raise. Groups are known by names from :func:`communicator`, like HCCL's communicators.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ calls: list[str] = []
 
 
 def communicator(group: Any) -> str:
-    """A name for the group."""
+    """Name the group, and remember it by this name."""
     name = f"group of {dist.get_process_group_ranks(group)}"
     _groups[name] = group
     return name

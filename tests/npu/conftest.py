@@ -14,7 +14,7 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without torch_npu one skip stands for all tests here; with it nothing may be skipped."""
+    """Replace all tests here by one skip without torch_npu; with it nothing may be skipped."""
     if find_spec("torch_npu") is not None:
         return
     here = [item for item in items if _HERE in item.path.parents]
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def npu_kernels(monkeypatch):
-    """Let CPU tensors through to torch_npu's operators, which compute on them; yields the calls."""
+    """Let CPU tensors through to torch_npu's operators, which compute on them; yield the calls."""
     from tests.npu import kernel_parts, kernels
 
     kernels.register()

@@ -1,14 +1,14 @@
-"""What code asks of an NPU beside its operators: reads by the host, work for the AI CPU, copies, fp64.
+"""Counter of costs on an NPU other than its operators: host reads, AI CPU work, copies, fp64.
 
-``with counted() as counts:`` watches every call of PyTorch in it, on CPU tensors that stand for a device's.
-Which tensors do is found from where they come from:
+``with counted() as counts:`` watches every PyTorch call in the block, on CPU tensors that emulate a device's.
+The origin of a tensor decides whether it is on the host or on the device:
 
-* a factory without ``device=`` makes a tensor of the host, and so does ``.cpu()``;
-* a factory with it, ``.to(device)`` and whatever was there before make tensors of the device;
-* results are the host's only if all that went in is the host's.
+* a factory without ``device=`` makes a tensor on the host, and so does ``.cpu()``;
+* a factory with ``device=`` and ``.to(device)`` make tensors on the device, where earlier tensors are, too;
+* results are on the host only if all inputs are.
 
-Inside of torch_npu's operators nothing is counted: what stands in for a kernel is no part of our code. Each
-event knows the line of the package that caused it.
+Nothing is counted inside torch_npu's operators: their CPU kernels are not part of our code. Each event has
+the line of the package that caused it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ROOT = f"{Path(__file__).parents[2]}{os.sep}"
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _LONG = frozenset((torch.int64,))
 _EVERY = None
-# Operators of ATen that Atlas A2 and A3 have for the vector and cube units of some dtypes only (the lists of
-# AI Core dtypes in CANN's ops-math): where the first result has one of these, the AI CPU computes it.
+# ATen operators that Atlas A2 and A3 run on vector and cube units for some dtypes only (AI Core dtypes in
+# CANN's ops-math). The AI CPU computes them if the first result has one of these dtypes.
 _AI_CPU: dict[str, frozenset[torch.dtype] | None] = {
     "sort": _INTEGERS,
     "topk": _LONG,
@@ -44,7 +44,7 @@ _AI_CPU: dict[str, frozenset[torch.dtype] | None] = {
     "unique_consecutive": _EVERY,
     "_unique2": _EVERY,
 }
-# Sizes of results depend on contents, so that the host waits for them.
+# The size of the result depends on contents, so that the host waits for it.
 _SIZED_BY_CONTENTS = frozenset(
     ("nonzero", "masked_select", "unique_consecutive", "_unique2", "repeat_interleave", "bincount")
 )
@@ -61,18 +61,18 @@ _FACTORIES = frozenset(
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that was counted."""
+    """A counted event."""
 
     what: str
-    """The operator."""
+    """Operator's name."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     where: str
-    """``file:line`` of the package, or of the test."""
+    """``file:line`` in the package, or in the test."""
 
     @property
     def bytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -81,30 +81,30 @@ class Event:
 
 @dataclass
 class Counts:
-    """What was seen, in order."""
+    """Events in order."""
 
     host_reads: list[Event] = field(default_factory=list)
-    """The host waits for the device."""
+    """Reads for which the host waits for the device."""
     uploads: list[Event] = field(default_factory=list)
-    """Tensors that go from the host to the device."""
+    """Tensors copied from the host to the device."""
     ai_cpu: list[Event] = field(default_factory=list)
-    """Sorts and sums of integers and searches, which the device's own few processor cores compute."""
+    """Integer sorts and sums, and searches, which the device's few processor cores compute."""
     copies: list[Event] = field(default_factory=list)
     """Copies, conversions and joins of at least ``smallest_copy`` bytes."""
     doubles: list[Event] = field(default_factory=list)
     """Results in fp64."""
 
     def told(self, kind: str) -> str:
-        """One line for each event of a kind, for the message of an assertion."""
+        """Return one line for each event of a kind, for the message of an assertion."""
         return "\n".join(map(str, getattr(self, kind)))
 
 
 @contextmanager
 def counted(smallest_copy: int = 0) -> Iterator[Counts]:
-    """Count what happens in the block.
+    """Count events in the block.
 
     Args:
-        smallest_copy: bytes from which on a copy counts.
+        smallest_copy: least bytes of a copy that counts.
     """
     watch = _Watch(Counts(), smallest_copy)
     with _Functions(watch), _Operators(watch):
@@ -112,7 +112,7 @@ def counted(smallest_copy: int = 0) -> Iterator[Counts]:
 
 
 class _Watch:
-    """Where tensors are, and what was counted; both modes below share it."""
+    """Places of tensors and counts, shared by both modes below."""
 
     def __init__(self, counts: Counts, smallest_copy: int) -> None:
         self.counts, self.smallest_copy = counts, smallest_copy
@@ -120,7 +120,7 @@ class _Watch:
         """Whether an operator of torch_npu is running."""
         self.making_host = False
         """Whether a factory without a device is."""
-        # Storages of the host; kept, so that no address comes twice.
+        # Host storages; kept alive, so that no address is reused.
         self._of_host: dict[int, Any] = {}
 
     def on_device(self, tensor: Tensor) -> bool:
@@ -136,7 +136,7 @@ class _Watch:
 
 
 class _Functions(TorchFunctionMode):
-    """What is seen in Python only: which way tensors go, and what CPU tensors do without an operator."""
+    """Mode for events visible only in Python: transfers, and CPU tensors' methods without an operator."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -174,17 +174,17 @@ class _Functions(TorchFunctionMode):
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         watch = self.watch
-        given = kwargs.get("device") is not None
-        if given and func in (torch.tensor, torch.as_tensor) and not _device_tensor(watch, args):
+        has_device = kwargs.get("device") is not None
+        if has_device and func in (torch.tensor, torch.as_tensor) and not _device_tensor(watch, args):
             made = func(*args, **kwargs)
             watch.add("uploads", func.__name__, made)
             return made
-        watch.making_host = not given
+        watch.making_host = not has_device
         try:
             made = func(*args, **kwargs)
         finally:
             watch.making_host = False
-        if not given and not _device_tensor(watch, args):
+        if not has_device and not _device_tensor(watch, args):
             watch.put_on_host(made)
         return made
 
@@ -201,7 +201,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """What reaches ATen, from C++ and from backward passes too."""
+    """Mode for operators that reach ATen, also from C++ and from backward passes."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Operators(TorchDispatchMode):
 
     def _count(self, name: str, func: Any, inputs: list[Tensor], made: list[Tensor]) -> None:
         if not (inputs or made):
-            return  # such as the type of a sum
+            return  # such as the dtype of a sum
         watch = self.watch
         like = (inputs or made)[0]
         masked = name in ("index", "index_put", "index_put_") and any(
@@ -253,7 +253,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _device_in(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a device was named: a tensor of which it takes the device too."""
+    """Return whether the arguments name a device, directly or by a tensor."""
     given = [*tuple(args)[1:], *kwargs.values()]
     return any(isinstance(one, (torch.device, Tensor)) for one in given)
 
@@ -263,7 +263,7 @@ def _device_tensor(watch: _Watch, args: Any) -> bool:
 
 
 def _where() -> str:
-    """The innermost line outside of PyTorch and of this file."""
+    """Return the innermost line outside of PyTorch and of this file."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What torch_npu's fused attention computes, on CPU tensors, from its manual; limits given there raise."""
+"""CPU kernels of torch_npu's fused attention, written from its manual; the manual's limits raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 calls: list[tuple[str, int, int]] = []
-"""Operator, rows and keys."""
+"""Operator, number of rows and of keys."""
 
 
 def npu_fusion_attention(
@@ -105,7 +105,7 @@ def npu_fusion_attention_v3(
     sparse_mode: int = 0,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    """The operator behind torch's scaled_dot_product_attention: heads before rows, any mask."""
+    """Compute the operator behind torch's scaled_dot_product_attention: heads before rows, any mask."""
     assert input_layout == "BNSD"
     scores = _masked(query, key, atten_mask, scale, more[7] if len(more) > 7 else sparse_mode)
     maximum = scores.amax(dim=-1, keepdim=True)
@@ -144,7 +144,7 @@ def npu_fusion_attention_grad_v3(
 
 
 def _masked(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, sparse_mode: int) -> Tensor:
-    """``[batch, heads, rows, keys]`` fp32, -inf where masked."""
+    """Return scores ``[batch, heads, rows, keys]`` in fp32, -inf where masked."""
     scores = scale * (query.float() @ key.float().mT)
     if mask is None:
         return scores
@@ -164,7 +164,7 @@ def npu_fusion_attention_v2(
     scale: float = 1.0,
     **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Sequences of one length whose rotary parts are apart, the only form that is called here."""
+    """Attend to equally long sequences with separate rotary parts, the only form that is called here."""
     wide, options = _in_one_piece(query, key, value, input_layout, **more)
     out, maximum, total, *rest = npu_fusion_attention(*wide, head_num, "BSND", scale=scale, **options)
     calls[-1] = ("npu_fusion_attention_v2", *calls[-1][1:])
@@ -227,7 +227,7 @@ def _in_one_piece(
     actual_seq_kvlen: list[int],
     sparse_mode: int,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """``[b, rows, heads, dim]`` each; raises where the manual excludes a call with rotary parts."""
+    """Join parts to ``[b, rows, heads, dim]``; raise where the manual excludes a call with rotary parts."""
     assert layout == "TND", "rotary parts are for TND only"
     assert atten_mask is not None, "rotary parts want a mask"
     parts = (query, key, value, query_rope, key_rope)
@@ -256,11 +256,11 @@ def _scores(
     scale: float,
     sparse_mode: int,
 ) -> Tensor:
-    """``[batch, heads, rows, keys]`` fp32, -inf where masked."""
+    """Return scores ``[batch, heads, rows, keys]`` in fp32, -inf where masked."""
     assert layout == "BSND"
     assert all(one.is_contiguous() and one.dtype == query.dtype for one in (query, key, value))
     assert query.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    # The manual also says that both have one shape, which MindSpeed's calls and the meta kernel do not mind.
+    # The manual also requires one shape for both; MindSpeed's calls and the meta kernel do not.
     assert key.shape[:3] == value.shape[:3]
     assert key.shape[3] >= value.shape[3], "Dk >= Dv"
     assert (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
@@ -271,7 +271,7 @@ def _scores(
     scores = scale * torch.einsum("bthd,bshd->bhts", query.float(), _repeated(key, heads))
     if mask is None:  # "sparse_mode has no effect then"
         return scores
-    # leftUpCausal wants the compressed mask, and computes the lower triangle from the upper left.
+    # leftUpCausal requires the compressed mask, and computes the lower triangle from the upper left.
     assert sparse_mode == 2
     assert (mask.shape, mask.dtype) == ((2048, 2048), torch.bool)
     assert torch.equal(mask, torch.ones_like(mask).triu(1))

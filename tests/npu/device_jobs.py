@@ -1,7 +1,7 @@
 """Training jobs of ``feature_cases.py``: cases of the example's model in one process.
 
-``python tests/npu/device_jobs.py PLATFORM CASES``: ``CASES`` is a JSON list of ``[name, flags]``. Each
-rank prints a line of JSON for each case: losses, norms, operators called, or what was raised.
+``python tests/npu/device_jobs.py PLATFORM CASES``: ``CASES`` is a JSON list of ``[name, flags]``. Each rank
+prints a line of JSON for each case: losses, norms and operators called, or the exception.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def main() -> None:
 
         platforms.prepare(platforms.detect("npu"))
         torch.npu.set_device(rank)
-    # Where all keys are chosen nothing is sparse; and fewer than 1024 the operators of an NPU do not take.
+    # With all keys chosen, attention would be dense; and operators of an NPU need at least 1024 keys to
+    # choose from.
     problem.every_key_is_chosen = lambda *_: False
     parse_once()
     for name, flags in cases:
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def parse_once() -> None:
-    """Keep what a session has parsed of Megatron for the next: a third of a case's time otherwise."""
+    """Cache a session's parse of Megatron for later sessions: it takes a third of a case's time."""
     from mindspeed_dsa.patches import source_tree
 
     source_tree.scope_of_text = functools.cache(source_tree.scope_of_text)
@@ -58,14 +59,14 @@ def _run(platform: str, flags: str) -> dict[str, Any]:
 
     argv = [*shlex.split(MODEL), *shlex.split(flags), "--mindspeed-platform", platform]
     try:
-        found = job.train(argv, STEPS)
+        figures = job.train(argv, STEPS)
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        # A rank that failed alone would wait for the others in the next case.
+        # A rank that failed by itself would wait for the others in the next case.
         with contextlib.suppress(Exception):
             traceback.print_exc()
         return {"error": f"{type(error).__name__}: {str(error)[:600]} ({where.filename}:{where.lineno})"}
-    return {name: found[name] for name in ("lm_loss", "indexer_loss", "grad_norm", "calls")}
+    return {name: figures[name] for name in ("lm_loss", "indexer_loss", "grad_norm", "calls")}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Cases of ``test_features_on_device.py`` and ``test_layouts_on_device.py``: features that serve NPUs.
 
-Initial weights and data are the same on both platforms, so losses and norms differ by the order of sums and
-the rounding of 16 bits alone. One job on each platform runs all cases of a precision and a number of ranks,
-so each test file stays in one of pytest's processes.
+Initial weights and data are the same on both platforms, so losses and norms differ only by the order of sums
+and by 16-bit rounding. One job per platform runs all cases of a precision and a number of ranks, so each test
+file stays in one of pytest's processes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ ELSEWHERE = {
     "flash-attention": "calls the operator of dense-context-parallel, for layers without latent attention",
     "compile-regions": "the stand-in is a mode of dispatch, beside which torch compiles nothing",
 }
-"""Features without a case here: the test that trains with them, or why no device does."""
+"""Features without a case here: the test that trains with them, or the reason why none can."""
 LONG = (
     "fewer keys than operators take",
     "dense attention in parts",
@@ -117,13 +117,13 @@ QUICK = {
 }
 """Cases of the quick tests, in bf16."""
 BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
-"""How far a loss and a norm of gradients may lie from the CPU platform's, as a part of it."""
+"""Largest relative difference of a loss and a gradient norm from the CPU platform's."""
 LIMIT = 1200
-"""Seconds for all cases on one platform, which the first test of a group waits for."""
+"""Seconds for all cases on one platform, for which the first test of a group waits."""
 
 
 def complete(flags: str, precision: str) -> str:
-    """A case's flags with those of its precision and, for sparse attention, of the fused operators."""
+    """Return a case's flags with its precision's and, for sparse attention, the fused operators' flags."""
     absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
     fused = "" if DENSE in flags else "--use-fused-dsa"
     return " ".join((*(["--bf16"] if precision == "bf16" else []), fused, absorbed, flags))
@@ -138,19 +138,19 @@ def is_quick(ranks: int, precision: str, name: str) -> bool:
 def results(
     platform: str, ranks: int, precision: str, quick: bool, folder: Path
 ) -> list[dict[str, dict[str, Any]]]:
-    """Results of each rank by case, of the quick ones or of the others."""
-    own = folder / f"{platform}-{precision}-{ranks}-{quick}"
-    own.mkdir()
+    """Return results of each rank by case, for the quick cases or for the others."""
+    case_folder = folder / f"{platform}-{precision}-{ranks}-{quick}"
+    case_folder.mkdir()
     cases = []
     for name, flags in CASES[ranks].items():
         if is_quick(ranks, precision, name) != quick:
             continue
-        given = flags.replace("{folder}", str(own))
-        if platform == "cpu":  # where the same products have no operator that communicates
-            given = given.replace("--use-ascend-mc2", "")
+        case_flags = flags.replace("{folder}", str(case_folder))
+        if platform == "cpu":  # the CPU has no operator that also communicates
+            case_flags = case_flags.replace("--use-ascend-mc2", "")
         if precision == "fp32" and "--reuse-fp32-param" in flags:
             continue
-        cases.append([name, complete(given, precision)])
+        cases.append([name, complete(case_flags, precision)])
     done = launch.run(
         Path(device_jobs.__file__),
         [platform, json.dumps(cases)],
@@ -158,19 +158,19 @@ def results(
         limit=LIMIT,
         stand_in=platform == "npu",
     )
-    found = []
+    results_by_rank = []
     for output in done.output:
         rows = [
             line[len(device_jobs.MARK) :] for line in output.splitlines() if line.startswith(device_jobs.MARK)
         ]
-        found.append(dict(json.loads(row) for row in rows))
+        results_by_rank.append(dict(json.loads(row) for row in rows))
     if done.codes != (0,) * ranks:
-        found.append({"": {"error": "\n".join(text[-3000:] for text in done.output)}})
-    return found
+        results_by_rank.append({"": {"error": "\n".join(text[-3000:] for text in done.output)}})
+    return results_by_rank
 
 
 def rows(ranks: int) -> list[Any]:
-    """One row for each case and precision."""
+    """Return one parameter row for each case and precision."""
     return [
         pytest.param(precision, name, marks=[] if is_quick(ranks, precision, name) else [pytest.mark.full])
         for precision in BOUNDS
@@ -183,9 +183,9 @@ def rows(ranks: int) -> list[Any]:
 def require_as_on_a_cpu(ranks: int, precision: str, name: str, folder: Path) -> None:
     """Compare losses and norms of a case on both platforms, on each rank."""
     quick = is_quick(ranks, precision, name)
-    found = results("npu", ranks, precision, quick, folder)
+    actual = results("npu", ranks, precision, quick, folder)
     expected = results("cpu", ranks, precision, quick, folder)
-    for on_npu, on_cpu in zip(found, expected, strict=True):
+    for on_npu, on_cpu in zip(actual, expected, strict=True):
         assert name in on_npu, on_npu.get("", "a case before it ended the job")
         got, wanted = on_npu[name], on_cpu[name]
         assert "error" not in got, got["error"]

@@ -1,4 +1,4 @@
-"""What torch_npu's grouped matmuls compute, on CPU tensors, from their manuals; limits given there raise."""
+"""CPU kernels of torch_npu's grouped matmuls, written from the manuals; the manuals' limits raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the CPU kernels behind torch_npu's operators: sequences, layouts, documented limits."""
+"""Parts shared by the CPU kernels behind torch_npu's operators: sequences, layouts, documented limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Call(NamedTuple):
     name: str
     layout: str
     queries: tuple[int, ...]
-    """Rows of each sequence."""
+    """Number of rows of each sequence."""
 
 
 calls: list[Call] = []
@@ -41,29 +41,29 @@ def sequences(
     dims = {"BSND": 4, "TND": 3}[layout]
     assert query.dim() == key.dim() == dims, f"{name}: {layout} has {dims} axes"
     ends = []
-    for tensor, given in ((query, query_ends), (key, key_ends)):
+    for tensor, given_ends in ((query, query_ends), (key, key_ends)):
         if layout == "BSND":
             batch, length = tensor.shape[:2]
-            assert given is None or list(given) == [length] * batch, f"{name}: BSND takes lengths"
+            assert given_ends is None or list(given_ends) == [length] * batch, f"{name}: BSND takes lengths"
             ends.append([length * (b + 1) for b in range(batch)])
         else:
-            assert given is not None, f"{name}: TND needs prefix sums"
-            values = given.tolist() if isinstance(given, Tensor) else list(given)
+            assert given_ends is not None, f"{name}: TND needs prefix sums"
+            values = given_ends.tolist() if isinstance(given_ends, Tensor) else list(given_ends)
             assert values[0] > 0, f"{name}: a leading zero: {values}"
             assert values == sorted(values), f"{name}: {values}"
             assert values[-1] == tensor.shape[0], f"{name}: {values} does not end at {tensor.shape[0]}"
             ends.append(values)
     slices = [[slice(a, z) for a, z in zip([0, *one[:-1]], one, strict=True)] for one in ends]
-    found = [Sequence(rows, keys) for rows, keys in zip(*slices, strict=True)]
-    calls.append(Call(name, layout, tuple(s.rows.stop - s.rows.start for s in found)))
-    return found
+    sequences_of_call = [Sequence(rows, keys) for rows, keys in zip(*slices, strict=True)]
+    calls.append(Call(name, layout, tuple(s.rows.stop - s.rows.start for s in sequences_of_call)))
+    return sequences_of_call
 
 
 def require(name: str, tensors: list[Tensor | None], **conditions: bool) -> None:
-    given = [tensor for tensor in tensors if tensor is not None]
-    assert all(tensor.is_contiguous() for tensor in given), f"{name}: not contiguous"
-    assert len({tensor.dtype for tensor in given}) == 1, f"{name}: {[tensor.dtype for tensor in given]}"
-    assert given[0].dtype in (torch.bfloat16, torch.float16), f"{name}: {given[0].dtype}"
+    present = [tensor for tensor in tensors if tensor is not None]
+    assert all(tensor.is_contiguous() for tensor in present), f"{name}: not contiguous"
+    assert len({tensor.dtype for tensor in present}) == 1, f"{name}: {[tensor.dtype for tensor in present]}"
+    assert present[0].dtype in (torch.bfloat16, torch.float16), f"{name}: {present[0].dtype}"
     for what, holds in conditions.items():
         assert holds, f"{name}: {what}"
 
@@ -73,20 +73,20 @@ def int32(name: str, *tensors: Tensor | None) -> None:
 
 
 def tokens(tensor: Tensor) -> Tensor:
-    """BSND or TND to ``[tokens, heads, dim]`` fp32."""
+    """Convert BSND or TND to ``[tokens, heads, dim]`` in fp32."""
     return (tensor.flatten(0, 1) if tensor.dim() == 4 else tensor).float()
 
 
 def rows(tensor: Tensor, layout: str) -> Tensor:
-    """``[batch, length, x]`` or ``[tokens, x]`` to ``[tokens, x]``."""
+    """Convert ``[batch, length, x]`` or ``[tokens, x]`` to ``[tokens, x]``."""
     return tensor.flatten(0, 1) if layout == "BSND" else tensor
 
 
 def statistics(tensor: Tensor, layout: str, query: Tensor, key: Tensor) -> Tensor:
-    """``[batch, kv_heads, length, group]`` or ``[kv_heads, tokens, group]`` to ``[tokens, heads, 1]``.
+    """Convert softmax statistics of either layout to ``[tokens, heads, 1]``.
 
-    ``query`` and ``key`` have the heads that the statistics are of.
-    """
+    The layouts are ``[batch, kv_heads, length, group]`` and ``[kv_heads, tokens, group]``; ``query`` and
+    ``key`` give the number of heads."""
     *batch, length, heads, _ = query.shape
     expected = (*batch, key.shape[-2], length, heads // key.shape[-2])
     assert tensor.is_contiguous(), "statistics: not contiguous"
@@ -98,7 +98,7 @@ def statistics(tensor: Tensor, layout: str, query: Tensor, key: Tensor) -> Tenso
 
 
 def selected(name: str, indices: Tensor, sequence: Sequence) -> Tensor:
-    """``[rows, keys]`` bool: the first ``min(topk, visible)`` entries of each row, local to the sequence."""
+    """Return ``[rows, keys]`` bool: each row's first ``min(topk, visible)`` entries, local to the sequence."""
     visible = sequence.visible
     mask = torch.zeros_like(visible)
     for row, seen in enumerate(visible.sum(-1).tolist()):
@@ -110,12 +110,12 @@ def selected(name: str, indices: Tensor, sequence: Sequence) -> Tensor:
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
-    """``[rows, heads, dim]``, ``[keys, dim]`` -> ``[rows, heads, keys]``."""
+    """Multiply ``[rows, heads, dim]`` by ``[keys, dim]``; return ``[rows, heads, keys]``."""
     return torch.einsum("rhd,kd->rhk", query, key)
 
 
 def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """``[rows, keys]``, a few rows at a time: with all heads they would fill the memory."""
+    """Return scores ``[rows, keys]``, computed 64 rows at a time to bound memory."""
     parts = zip(query.split(64), weights.split(64), strict=True)
     return torch.cat([torch.einsum("rhk,rh->rk", products(q, key).relu_(), w) for q, w in parts])
 
@@ -123,7 +123,7 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 def index_gradients(
     grad: Tensor, query: Tensor, key: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the index scores; ``grad`` is ``[rows, keys]``, zero where not selected."""
+    """Return gradients of the index scores; ``grad`` is ``[rows, keys]``, zero where not selected."""
     product = products(query, key)
     grad_product = grad[:, None] * weights[..., None] * (product > 0)
     return (
@@ -182,5 +182,5 @@ def with_rope(tensor: Tensor, rope: Tensor | None) -> Tensor:
 
 
 def by_layout(by_token: Tensor, layout: str, batch: int) -> Tensor:
-    """``[tokens, heads]`` to ``[batch, 1, length, heads]`` or ``[1, tokens, heads]``."""
+    """Convert ``[tokens, heads]`` to ``[batch, 1, length, heads]`` or ``[1, tokens, heads]``."""
     return by_token.unflatten(0, (batch, -1))[:, None] if layout == "BSND" else by_token[None]

@@ -1,9 +1,9 @@
-"""What torch_npu's operators compute, on CPU tensors, from their manuals and not from our backend.
+"""CPU kernels of torch_npu's operators, written from the manuals and not from our backend.
 
-Registered under the real operators: a call goes through the schemas of other releases (``schemas.py``) and
-torch_npu's own first, and its result is held against torch_npu's meta kernel. Documented limits raise. Like
-the device's kernels, these take the first ``min(topk, visible)`` entries of a row of indices; a -1 among them
-raises here.
+They are registered under the real operators. A call first goes through the schemas of other releases
+(``schemas.py``) and through torch_npu's own; its result is compared with torch_npu's meta kernel. Documented
+limits raise. Like the device's kernels, these take the first ``min(topk, visible)`` entries of a row of
+indices; a -1 among them raises here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ called: list[str] = []
 
 
 def register() -> None:
-    """Put the kernels behind torch_npu's operators, once per process."""
+    """Register the kernels behind torch_npu's operators, once per process."""
     global _library, called
     if _library is not None:
         return
@@ -66,7 +66,7 @@ def register() -> None:
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
     for kernel in (
-        # torch_npu's shape functions know other layouts, and that of the gradient does not run.
+        # torch_npu's shape functions assume other layouts, and the gradient's does not run.
         dense_kernels.npu_fusion_attention_v2,
         dense_kernels.npu_fusion_attention_grad_v2,
     ):
@@ -75,15 +75,15 @@ def register() -> None:
 
 
 def torch_npu_is(release: str) -> bool:
-    """Whether the installed torch_npu is of this release or a later one."""
-    # Tests are collected, and left out, where it is not installed.
+    """Return whether torch_npu is of this release or later, or not installed."""
+    # Without torch_npu, tests are collected and then left out.
     return find_spec("torch_npu") is None or Version(version("torch_npu")) >= Version(release)
 
 
 def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
     operator = getattr(torch.ops.npu, kernel.__name__)
     if operator is torch.ops.npu.npu_fusion_attention and not torch_npu_is("2.10"):
-        return kernel  # that shape function takes values to be as wide as queries; the operator does not
+        return kernel  # its shape function assumes values as wide as queries; the operator does not
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The fused losses of the indexer, as torch_npu's manuals describe them."""
+"""CPU kernels of the indexer's fused losses, written from torch_npu's manuals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.npu.kernel_parts import (
 )
 
 LONGEST = 8 * 1024
-"""Rows of a sequence, by the manual of the sparse form."""
+"""Most rows of a sequence, by the sparse form's manual."""
 PART = 64
 
 
@@ -48,7 +48,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     layout: str = "BSND",
     sparse_mode: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the indexer's inputs and the loss, both of the sum over rows."""
+    """Return gradients of the indexer's inputs and the loss, both summed over rows."""
     name = "npu_sparse_lightning_indexer_grad_kl_loss"
     check_attention(name, query, key, key, query_rope, key_rope, sparse_indices, (2, sparse_mode))
     check_indexer(name, query, query_index, key_index, weights, (query.dtype,))
@@ -59,14 +59,14 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     maximum, total = (statistics(x, layout, query, key) for x in (softmax_max, softmax_sum))
 
     def target(s: Sequence) -> tuple[Tensor, Tensor]:
-        chosen = selected(name, indices, s)
-        p = torch.empty(chosen.shape)
-        # Of 64 heads times all keys only a few rows are held at a time.
-        for first in range(0, chosen.shape[0], PART):
+        selection = selected(name, indices, s)
+        p = torch.empty(selection.shape)
+        # Hold only a few rows at a time: 64 heads times all keys would be large.
+        for first in range(0, selection.shape[0], PART):
             part = slice(s.rows.start + first, min(s.rows.start + first + PART, s.rows.stop))
             scores = scale_value * products(q[part], k[s.keys])
             p[first : first + PART] = ((scores - maximum[part]).exp_() / total[part]).sum(1)
-        return p.masked_fill(~chosen, 0), chosen
+        return p.masked_fill(~selection, 0), selection
 
     found = sequences(name, layout, query, key, actual_seq_qlen, actual_seq_klen)
     assert all(each.rows.stop - each.rows.start <= LONGEST for each in found), f"{name}: rows"
@@ -83,7 +83,7 @@ def npu_dense_lightning_indexer_softmax_lse(
     layout: str = "BSND",
     sparse_mode: int = 3,
 ) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of the softmax of the index scores over all visible keys."""
+    """Return maximum and sum of the softmax of the index scores over all visible keys."""
     name = "npu_dense_lightning_indexer_softmax_lse"
     dtypes = (query_index.dtype, torch.float32)
     check_indexer(name, query_index, query_index, key_index, weights, dtypes)
@@ -116,7 +116,7 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     layout: str = "BSND",
     sparse_mode: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the indexer's inputs and the loss over all visible keys, both of the sum over rows."""
+    """Return gradients of the indexer's inputs and the loss over all visible keys, both summed over rows."""
     name = "npu_dense_lightning_indexer_grad_kl_loss"
     heads = query.shape[-2]
     require(
@@ -130,7 +130,7 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     check_indexer(name, query, query_index, key_index, weights, (query.dtype, torch.float32))
     q, k = with_rope(query, query_rope), with_rope(key, key_rope)
     maximum, total = (statistics(x, layout, query, key) for x in (softmax_max, softmax_sum))
-    # One statistic per row: those of one head.
+    # One statistic per row and head.
     one_head = query_index[..., :1, :]
     index_maximum, index_total = (
         statistics(x[..., None], layout, one_head, key_index)[..., 0]

@@ -1,4 +1,4 @@
-"""Permutation of tokens by expert as torch_npu's manuals describe it, on CPU tensors."""
+"""CPU kernels of the permutation of tokens by expert, written from torch_npu's manuals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Megatron-LM's script behind the one line: ``python tests/npu/pretrain_gpt.py CHECKOUT FLAGS``.
+"""Megatron-LM's script after the one-liner: ``python tests/npu/pretrain_gpt.py CHECKOUT FLAGS``.
 
-Processes that a job spawns begin with the line as well, as they do where it stands in the script itself.
+Processes that a job spawns run the one-liner as well, as if it were in the script itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the checkout's script in the checkout, whose Megatron-core comes before an installed one."""
+    """Run the checkout's script in the checkout; its Megatron-core takes precedence over an installed one."""
     checkout = sys.argv.pop(1)
     sys.path.insert(0, checkout)
     os.chdir(checkout)

@@ -1,4 +1,4 @@
-"""Ranks as processes of their own over gloo, for tests that need torch_npu in each of them."""
+"""Ranks as separate processes over gloo, for tests that need torch_npu in each of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def run(function: Callable[[int, int], None], ranks: int, folder: Path) -> None:
     """Call ``function(rank, ranks)`` in ``ranks`` processes of one gloo group.
 
     Args:
-        function: importable by the processes.
+        function: function that the processes can import.
         ranks: number of processes.
-        folder: an empty one, for the rendezvous.
+        folder: empty folder for the rendezvous.
 
     Raises:
-        ProcessRaisedException: one of them raised.
+        ProcessRaisedException: a process raised.
     """
     mp.spawn(_rank, args=(function, ranks, f"file://{folder}/rendezvous"), nprocs=ranks)
 
@@ -32,5 +32,5 @@ def _rank(rank: int, function: Callable[[int, int], None], ranks: int, rendezvou
     function(rank, ranks)
     dist.barrier()
     dist.destroy_process_group()
-    # torch_npu's threads, without an NPU to wait for, may outlive the interpreter, whose end then aborts.
+    # torch_npu's threads, without an NPU to wait for, may outlive the interpreter, whose exit then aborts.
     os._exit(0)

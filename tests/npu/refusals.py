@@ -1,8 +1,8 @@
-"""What a device refuses, and gloo and a CPU do: for the length of a ``with`` block it is refused here too.
+"""Refusals of a device that gloo and a CPU do not have, emulated in a ``with`` block.
 
 * :func:`hccl`: reductions of dtypes that HCCL does not reduce, and an operator that communicates by itself
-  beside a collective of its communicator that nobody has waited for (:func:`require_idle`).
-* :func:`blocked_storages`: a storage in one of the device's internal formats is not resized.
+  during an unfinished collective of its communicator (:func:`require_idle`).
+* :func:`blocked_storages`: resizing a storage in one of the device's internal formats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch_npu's checkSupportedDataType, of Atlas A2 and A3.
+# torch_npu's checkSupportedDataType, for Atlas A2 and A3.
 REDUCED = frozenset(
     (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 )
@@ -26,7 +26,7 @@ _in_flight: dict[Any, list[_Work]] = {}
 
 
 class _Work:
-    """A collective under way; the stream that waits for it comes after it."""
+    """An unfinished collective; waiting for it orders the stream after it."""
 
     def __init__(self, work: Any, group: Any) -> None:
         self._work, self._others = work, _in_flight.setdefault(group, [])
@@ -43,7 +43,7 @@ class _Work:
 
 @contextmanager
 def hccl() -> Iterator[None]:
-    """Let the collectives of ``torch.distributed`` refuse what HCCL's do."""
+    """Make the collectives of ``torch.distributed`` refuse the calls that HCCL refuses."""
     with ExitStack() as stack:
         for name in (*_REDUCING, *_MOVING):
             stack.enter_context(mock.patch.object(dist, name, _as_hccl(getattr(dist, name), name)))
@@ -75,14 +75,14 @@ _blocked: set[int] = set()
 
 
 def in_blocks(tensor: Tensor) -> Tensor:
-    """The tensor, as if it had been converted to the internal format of matrices (``npu_format_cast``)."""
+    """Mark a tensor as converted to the internal format of matrices (``npu_format_cast``)."""
     _blocked.add(tensor.untyped_storage()._cdata)
     return tensor
 
 
 @contextmanager
 def blocked_storages() -> Iterator[None]:
-    """Let storages of :func:`in_blocks` refuse another size."""
+    """Make storages of :func:`in_blocks` refuse to be resized."""
     original = torch.UntypedStorage.resize_
 
     def resize(self: Any, size: int) -> Any:

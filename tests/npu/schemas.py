@@ -1,8 +1,8 @@
-"""Schemas of the operators that this package calls, as published wheels of torch_npu have them.
+"""Schemas of the operators that this package calls, from published wheels of torch_npu.
 
-``python tests/npu/schemas.py`` downloads the wheels one after the other, reads the one file of each that
-lists its operators, without importing anything, and writes ``schemas.json``: by operator and schema, the
-releases. Wheels that are at hand may be given. :func:`hold_calls` holds every call against all of them.
+``python tests/npu/schemas.py`` downloads the wheels one after the other and reads the file that lists their
+operators, without importing anything. It writes ``schemas.json``: releases by operator and schema. Paths of
+wheels may be given as arguments. :func:`hold_calls` checks every call against all of them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from mindspeed_dsa.platforms.npu_operators import BY_NAME
 
 FILE = Path(__file__).with_name("schemas.json")
-# The oldest that setup.py allows, the first with DSA's operators for PyTorch 2.7, two of 2.9, the newest two.
+# The oldest allowed by setup.py, the first with DSA's operators for PyTorch 2.7, two of 2.9, the newest two.
 RELEASES = ("2.6.0", "2.7.1.post2", "2.9.0.post4", "2.9.0.post9", "2.13.0", "2.14.0")
 _LIST = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 _LINE = re.compile(r"^[- ] func: ((\w+)(?:\.\w+)?\(.*)$", re.MULTILINE)
 
 
 def read(wheel: Path) -> list[tuple[str, str]]:
-    """Operators and schemas, one for each overload."""
+    """Return operators and schemas, one for each overload."""
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(_LIST).decode()
     return [(name, schema.strip()) for schema, name in _LINE.findall(text) if name in BY_NAME]
 
 
 def _download(release: str, folder: str) -> Path:
-    # Of any Python: nothing is installed.
+    # For any Python: nothing is installed.
     tags = ("--python-version", "3.11", "--implementation", "cp")
     platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014")]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -57,25 +57,25 @@ def _all(given: Iterable[str]) -> dict[str, dict[str, list[str]]]:
 
 @cache
 def table() -> dict[str, dict[str, list[str]]]:
-    """Operator, schema, releases."""
+    """Return releases by operator and schema."""
     found: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def releases_of(name: str) -> list[str]:
-    """Those of :data:`RELEASES` that have an operator."""
+    """Return the :data:`RELEASES` that have an operator."""
     having = {release for releases in table()[name].values() for release in releases}
     return [release for release in RELEASES if release in having]
 
 
 def require_fit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``AssertionError`` unless every release that has the operator takes this call."""
+    """Raise ``AssertionError`` unless every release with the operator takes this call."""
     problems: dict[str, list[str]] = {release: [] for release in releases_of(name)}
     for schema, releases in table()[name].items():
         problem = _misfit(schema, args, dict(kwargs))
         for release in releases:
             problems[release].append(problem)
-    # One overload is enough.
+    # One matching overload is enough.
     wrong = {release: texts[0] for release, texts in problems.items() if all(texts)}
     assert not wrong, f"{name} is called as some releases of torch_npu do not have it: {wrong}"
 
@@ -91,21 +91,23 @@ def _misfit(schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     arguments = _parsed(schema).arguments
     if isinstance(kwargs.get("out"), tuple):
         # Python's form of an overload that writes to given tensors.
-        written = [each.name for each in arguments if each.is_out]
+        written = [argument.name for argument in arguments if argument.is_out]
         kwargs.update(zip(written, kwargs.pop("out"), strict=True)) if written else None
     parameters = [
         inspect.Parameter(
-            f"{each.name}_" if each.name == "self" else each.name,
-            inspect.Parameter.KEYWORD_ONLY if each.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=each.default_value if each.has_default_value() else inspect.Parameter.empty,
+            f"{argument.name}_" if argument.name == "self" else argument.name,
+            inspect.Parameter.KEYWORD_ONLY
+            if argument.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
         )
-        for each in arguments
+        for argument in arguments
     ]
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
-    by_name = {parameter.name: each for parameter, each in zip(parameters, arguments, strict=True)}
+    by_name = {parameter.name: argument for parameter, argument in zip(parameters, arguments, strict=True)}
     for name, value in bound.arguments.items():
         if not _suits(value, str(by_name[name].type)):
             return f"{name} is {by_name[name].type}, not {type(value).__name__}"
@@ -129,9 +131,9 @@ def _suits(value: Any, kind: str) -> bool:
 
 
 def hold_calls() -> list[str]:
-    """From now on every call of an operator of torch_npu is held against all releases.
+    """Check every call of an operator of torch_npu against all releases from now on.
 
-    Both names are replaced: that in ``torch.ops.npu``, and that of the package.
+    Both names are replaced: in ``torch.ops.npu``, and in the package.
 
     Returns:
         Names of the operators that are called, in order.
@@ -148,7 +150,7 @@ def hold_calls() -> list[str]:
 
 
 class _Held:
-    """An operator whose calls are held against all releases; for the rest it is the operator."""
+    """Operator whose calls are checked against all releases; other attributes are the operator's."""
 
     def __init__(self, name: str, original: Any, seen: list[str]) -> None:
         self._name, self._original, self._seen = name, original, seen

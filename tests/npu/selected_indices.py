@@ -1,6 +1,6 @@
-"""Indices as the indexer selects them, and a watch for tensors that are read.
+"""Indices in the indexer's form, and a watch for tensors that are read.
 
-Of each row as many as it sees, at most topk, ascending.
+A row lists as many keys as it sees, at most topk, ascending.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def causal_indices(batch: int, rows: int, keys: int, topk: int, seed: int = 0) -> Tensor:
-    """``[batch, rows, topk]`` int32: row ``t`` sees the keys up to ``t + keys - rows``."""
+    """Return ``[batch, rows, topk]`` int32: row ``t`` sees the keys up to ``t + keys - rows``."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(batch, rows, keys, generator=generator)
     position = torch.arange(keys)
@@ -22,7 +22,7 @@ def causal_indices(batch: int, rows: int, keys: int, topk: int, seed: int = 0) -
 
 
 def packed_indices(lengths: tuple[int, ...], topk: int) -> Tensor:
-    """``[sum of lengths, topk]`` int32: causal rows within sequences laid end to end."""
+    """Return ``[sum of lengths, topk]`` int32: causal rows within concatenated sequences."""
     parts, offset = [], 0
     for length in lengths:
         local = causal_indices(1, length, length, topk, seed=offset)[0]
@@ -33,7 +33,7 @@ def packed_indices(lengths: tuple[int, ...], topk: int) -> Tensor:
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors whose contents are brought to the host from now on."""
+    """Return a list that gets the tensors whose contents are brought to the host from now on."""
     seen: list[Tensor] = []
     original = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: seen.append(self) or original(self))

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding as torch_npu's manuals describe them, on CPU tensors."""
+"""CPU kernels of RMSNorm, SwiGLU and rotary embedding, written from torch_npu's manuals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def npu_apply_adam_w(
     *,
     out: list[Tensor],
 ) -> tuple[Tensor, ...]:
-    """The form with ``out``; powers of beta are those of the step before."""
+    """Compute the form with ``out``; powers of beta are the previous step's."""
     var, m, v = out
     assert not amsgrad
     assert not maximize

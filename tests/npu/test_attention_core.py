@@ -1,4 +1,4 @@
-"""What DSA's attention in Megatron calls on an NPU: the loss forms its own target, without a second pass."""
+"""Calls of DSA's attention in Megatron on an NPU: the loss forms its own target, without a second pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
 
 
 def test_how_often_a_whole_layer_waits_for_the_device(npu_kernels, monkeypatch):
-    """Once in each forward that takes indices, never in the indexer of causal rows nor in a backward."""
+    """The host waits once per forward with indices, never in the indexer of causal rows or in a backward."""
     reads = watch_reads(monkeypatch)
     inputs = indexer_leaves(2, 40)
     query, key = (x.requires_grad_() for x in main_inputs(2, 40, 64, torch.bfloat16))
@@ -69,7 +69,7 @@ def test_how_often_a_whole_layer_waits_for_the_device(npu_kernels, monkeypatch):
 
 @pytest.mark.parametrize("change", ["data", "numpy"])
 def test_indices_changed_behind_our_back_are_looked_at_again(npu_kernels, change):
-    """A row that lists fewer keys than the operators take would be computed from whatever lies in memory."""
+    """A row with fewer keys than the operators expect would be computed from uninitialized memory."""
     inputs = indexer_leaves(2, 40)
     query, key = main_inputs(2, 40, 64, torch.bfloat16)
     indices = lightning_indexer(*inputs, 2048, backend="npu").topk_indices

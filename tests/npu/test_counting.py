@@ -1,4 +1,4 @@
-"""The instrument itself: it sees what it is made for, and not what the host does with its own tensors."""
+"""The counter itself: it counts events of the device, but not the host's work on its own tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer's sparse attention asks of a device beside its operators: no wait of the host."""
+"""Costs of one layer's sparse attention on a device other than its operators: no wait of the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = [(0, 10, 0, 10), (10, 20, 0, LENGTH)]
 
 
 def leaves(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Main query and key, the value's up-projection, and the indexer's three inputs."""
+    """Return main query and key, the value's up-projection, and the indexer's three inputs."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((rows, 1, HEADS, 576), (LENGTH, 1, 1, 576), (HEADS, VALUE_DIM, 512))
     main = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
@@ -34,7 +34,7 @@ def leaves(rows: int, dtype: torch.dtype) -> list[Tensor]:
 def layer(
     form: str, backend: str, given: list[Tensor], loss: LossOptions | None, ropes: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Output, loss, and their gradients; those of rotary parts, of query and key, come last."""
+    """Return output, loss and gradients; gradients of the query's and key's rotary parts come last."""
     query, key, up_value, *index = given
     rotary = dict(zip(("query_rope", "key_rope"), ropes, strict=False))
     operands, inputs = Operands(query, key, up_value, SCALE, **rotary), IndexInputs(*index)
@@ -55,7 +55,7 @@ def layer(
 
 @pytest.fixture
 def counts_of(npu_kernels, monkeypatch):
-    # As in a sequence of more keys than a row selects, which would take the kernels here minutes.
+    # Take the branch for more keys than a row selects; real sizes would take the CPU kernels minutes.
     monkeypatch.setattr(problems, "every_key_is_chosen", lambda *_: False)
 
     def run(form: str) -> Counts:
@@ -79,7 +79,7 @@ def test_the_host_waits_for_nothing_and_the_ai_cpu_has_nothing_to_do(npu_kernels
 
 
 def test_a_query_in_two_parts_is_not_copied(npu_kernels, counts_of):
-    """Nor put together for the loss; in one piece it is split three times, and its gradient put together."""
+    """Nor joined for the loss. A query in one piece is split three times, and its gradient is joined."""
     given = leaves(LENGTH, torch.bfloat16)
     wanted = LossOptions(0.5, on_chosen_keys=True)
     with counted() as counts:
@@ -98,7 +98,7 @@ def test_a_query_in_two_parts_is_not_copied(npu_kernels, counts_of):
 
 
 def test_neither_part_of_a_query_or_a_key_is_copied_run_by_run(npu_kernels, counts_of):
-    """What is left is each part's gradient, put together of both runs; those of keys overlap."""
+    """Only each part's gradient is joined from both runs; keys of the runs overlap."""
     given = leaves(20, torch.bfloat16)
     wanted = LossOptions(0.5, on_chosen_keys=True)
     whole = layer("runs", "npu", given, wanted)
@@ -107,7 +107,7 @@ def test_neither_part_of_a_query_or_a_key_is_copied_run_by_run(npu_kernels, coun
     )
     with counted(smallest_copy=key[1].numel() // 2) as counts:
         apart = layer("runs", "npu", [query[0], key[0], *given[2:]], wanted, [query[1], key[1]])
-    # Rows of a query, and keys of a run, as the operators take them or as they were before.
+    # Rows of a query, and keys of a run, in the operators' layout or in the original one.
     shapes = {(*heads, width) for heads in ((HEADS,), (1,)) for width in (64, 512, 576)}
     copies = [event.shape for event in counts.copies if event.shape[-2:] in shapes]
     grad_out = [(1, 10, HEADS, 512)] * 2

@@ -18,7 +18,7 @@ _meta_registrations = pytest.importorskip("torch_npu.op_plugin.meta._meta_regist
 
 @pytest.fixture(autouse=True)
 def operators(npu_kernels, monkeypatch):
-    # The shape function asks the device for its kind, once, to warn of torch.compile.
+    # The shape function queries the device's kind once, for a warning about torch.compile.
     monkeypatch.setattr(_meta_registrations, "_npu_fusion_attention_warning_printed", True, raising=False)
     dense_kernels.calls.clear()
 
@@ -36,7 +36,7 @@ def test_parts_make_the_whole(dtype, shape):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rotary_parts_that_are_apart(batch):
-    """Parts stay apart, but where the operator does not take them."""
+    """Parts stay separate, except in dtypes that the operator does not take."""
     with counted(smallest_copy=40 * 6 * 8) as counts:
         check_parts("npu", torch.bfloat16, batch)
     names = ["npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"]
@@ -76,7 +76,7 @@ def test_limits_have_names(monkeypatch):
 
 @pytest.mark.parametrize(("dim", "value_dim", "copies"), [(192, 128, 0), (128, 192, 4)])
 def test_values_are_not_filled_up_to_the_width_of_keys(dim, value_dim, copies):
-    """Keys and queries are, forward and backward, in the rare case that values are wider."""
+    """Keys and queries are padded, forward and backward, in the rare case that values are wider."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 12, 4, dim), (2, 12, 2, dim), (2, 12, 2, value_dim))
     query, key, value = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)

@@ -1,4 +1,4 @@
-"""Experts of a model of transformers on an NPU: their products are torch_npu's, none goes to the CPU."""
+"""Experts of a transformers model on an NPU: torch_npu computes all products, none falls back to the CPU."""
 
 from __future__ import annotations
 

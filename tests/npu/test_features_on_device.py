@@ -1,4 +1,4 @@
-"""Every feature that serves NPUs trains on tensors of the device, and as the CPU platform does."""
+"""Every feature that serves NPUs trains on tensors of the device, with the CPU platform's losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.npu.feature_cases import LIMIT, require_as_on_a_cpu, rows
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what cases write."""
+    """Return a folder for files of the cases."""
     return tmp_path_factory.mktemp("features")
 
 

@@ -1,4 +1,4 @@
-"""``make npu`` through the stand-ins: every operator beside its reference, and whole parts as processes."""
+"""``make npu`` on the stand-ins: every operator compared with its reference, and whole parts as processes."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_doctor_trains_on_the_device(monkeypatch):
     monkeypatch.setattr(doctor_device, "_COMMAND", command)
     for name, value in launch.environment(devices=1).items():
         monkeypatch.setenv(name, value)
-    found = {each.pop("stage"): each for each in doctor_device.examine("npu")}
-    assert not [each for each in found.values() if "error" in each], found
-    assert found.keys() == {
+    stages = {each.pop("stage"): each for each in doctor_device.examine("npu")}
+    assert not [each for each in stages.values() if "error" in each], stages
+    assert stages.keys() == {
         "fp32: 2 steps",
         "bf16: 2 steps",
         "bf16 with --use-fused-dsa: 2 steps",
         "bf16 with --use-fused-dsa: save",
         "bf16 with --use-fused-dsa: resume",
     }
-    fused = found["bf16 with --use-fused-dsa: 2 steps"]["operators"]
+    fused = stages["bf16 with --use-fused-dsa: 2 steps"]["operators"]
     assert fused == ["indexer_kl_loss npu", "lightning_indexer npu", "sparse_flash_attention npu"]

@@ -23,7 +23,7 @@ def operators(npu_kernels):
 def test_forward_and_gradients(dtype, layout):
     for name in ("uneven", "one row", "no rows"):
         check("npu", SIZES[name], dtype, layout)
-    # Forward and dX read the weight as it lies, one of them as a transposed view.
+    # Forward and dX read the weight without a copy, one of them as a transposed view.
     assert grouped_kernels.calls[:3] == [
         ("npu_grouped_matmul", 0, layout == "nk"),
         ("npu_grouped_matmul", 0, layout == "kn"),
@@ -48,7 +48,7 @@ def test_an_older_torch_npu_adds_in_a_second_step(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_linear_layer_adds_its_gradient_as_one_group(dtype):
-    """Nothing is rounded to 16 bits, as it is without fusion."""
+    """Nothing is rounded to 16 bits; without fusion it is."""
     rows, grad_output = torch.randn(300, 24).to(dtype), torch.randn(300, 40).to(dtype)
     main_grad = torch.randn(40, 24)
     expected = main_grad.double() + grad_output.double().t() @ rows.double()

@@ -42,7 +42,7 @@ def widened(inputs):
 def check(loss, inputs, expected, reference):
     assert loss.dtype == torch.float32
     assert abs(loss.item() - expected.item()) < 2e-5 * abs(expected.item())
-    # A factor other than one: the gradient that arrives must be honoured, and without reading it.
+    # Use a factor other than one: the incoming gradient must be applied, and without reading it.
     grads = torch.autograd.grad(3 * loss, inputs)
     for grad, expected_grad, tensor in zip(
         grads, torch.autograd.grad(3 * expected, reference), inputs, strict=True
@@ -52,7 +52,7 @@ def check(loss, inputs, expected, reference):
 
 
 def sparse_losses(inputs, query, key, indices, backend="reference", **options):
-    """Ours, the expected one, and the expected one's leaves."""
+    """Return our loss, the expected loss, and the expected loss's leaves."""
     lse = sparse_flash_attention(query.float(), key.float(), indices, SCALE, value_dim=512, backend="cpu").lse
     reference = widened(inputs)
     expected = indexer_kl_loss(
@@ -65,7 +65,7 @@ def sparse_losses(inputs, query, key, indices, backend="reference", **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_mean_is_over_batch_and_rows(npu_kernels, dtype, reduction):
-    """With two sequences: a division by the rows of one would give twice the loss."""
+    """With two sequences: a division by the rows of one would double the loss."""
     inputs = indexer_leaves(2, 40, dtype=dtype)
     query, key = main_inputs(2, 40, 64, dtype)
     indices = causal_indices(2, 40, 40, 40)
@@ -92,7 +92,7 @@ def test_packed_sequences(npu_kernels):
     assert npu_kernels == [Call(SPARSE, "TND", (20, 1, 24, 7, 38))]
 
 
-# What each call gets, in order, where 16 rows of a sequence are the most.
+# Rows of each call in order, if a call takes at most 16 rows of a sequence.
 CUT = {
     "causal": (2, 40, 40, None, [(16, 16)] * 2 + [(8, 8)]),
     "more keys than rows": (1, 30, 50, None, [(16,), (14,)]),
@@ -122,8 +122,6 @@ def test_sequences_longer_than_the_manual_allows_are_cut_into_calls(npu_kernels,
 
 
 def test_one_call_where_nothing_is_too_long():
-    """At the sizes of the manual."""
-
     def parts(length, sequences=None, keys=None):
         layout = Layout(1, length, keys or length, sequences, torch.device("cpu"))
         return parts_of(layout, npu._LONGEST_QUERY, 256)
@@ -162,7 +160,9 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
     options = {"row_mask": row_mask} if why == "row_mask" else {}
     if why == "relu":
         options["use_relu"] = False
-    given = {"attention_sum": attention.attention_sum} if why == "attention_sum" else {"lse": attention.lse}
+    statistics = (
+        {"attention_sum": attention.attention_sum} if why == "attention_sum" else {"lse": attention.lse}
+    )
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
         reference = widened(inputs)
@@ -178,13 +178,13 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
                 SCALE,
                 backend="npu",
                 **options,
-                **({} if why == "lse" else given),
+                **({} if why == "lse" else statistics),
             )
         check(loss, inputs, expected, reference)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not npu_kernels
-    # An attention_sum is a wish for the other way, not a refusal.
+    # An attention_sum requests the other way; it is not a refusal.
     sentences = {
         "row_mask": "row_mask must be None",
         "lse": "needs the lse",
@@ -199,7 +199,7 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
 
 
 def test_gradient_that_only_the_scores_want(npu_kernels):
-    """Scores handed over by a caller that detached the indexer's inputs: the loss goes through them."""
+    """A caller may detach the indexer's inputs and pass scores: the gradient flows through the scores."""
     inputs = [x.detach() for x in indexer_leaves(1, 40)]
     query, key = main_inputs(1, 40, 64, torch.bfloat16)
     indices = causal_indices(1, 40, 40, 40)

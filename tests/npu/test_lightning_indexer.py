@@ -63,7 +63,7 @@ def test_selection_and_scores(npu_kernels, dtype, ranges):
 
 @pytest.mark.parametrize("key_length", [60, 2**24], ids=["fp32", "int32"])
 def test_keys_are_sorted_where_the_vector_units_can(npu_kernels, monkeypatch, key_length):
-    """Integers are sorted by the few processor cores of the device; nobody need sort what nobody reads."""
+    """The device's few processor cores would sort integers; unordered selections are not sorted at all."""
     monkeypatch.setattr(npu, "_EXACT_IN_FP32", 61 if key_length == 60 else 60)
     inputs = [x.detach() for x in inputs_of(keys=60)]
     rows = {"ends": torch.arange(16, 61), "form": TO_LAST_KEY, "backend": "npu"}
@@ -118,7 +118,7 @@ def test_gradient_of_scores_outside_of_the_operators_sizes(npu_kernels, ranges):
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 def test_gradient_of_scores_by_the_operator(npu_kernels, monkeypatch, layout):
-    """At its one size: 64 heads, 2048 entries; rows see fewer keys than that, and more.
+    """The operator has one size: 64 heads and 2048 entries; rows see fewer keys than that, and more.
 
     Packed sequences have all their rows: they are tested with an operator that takes fewer entries.
     """
@@ -145,7 +145,7 @@ def test_gradient_of_scores_by_the_operator(npu_kernels, monkeypatch, layout):
 
 @pytest.mark.parametrize("upstream", [1.0, 1e-4, 1e-6, 1e-7])
 def test_small_gradients_survive_fp16(npu_kernels, upstream):
-    """The operator wants gradients of the scores in 16 bits: those of a mean would vanish."""
+    """The operator takes gradients of the scores in 16 bits: gradients of a mean would underflow."""
     inputs = inputs_of(4, 2060, heads=64, batch=1, dtype=torch.float16)
     inputs[1].data *= 20
     reference = widened(inputs)
@@ -157,7 +157,7 @@ def test_small_gradients_survive_fp16(npu_kernels, upstream):
     assert npu_kernels[-1].name == "npu_lightning_indexer_grad"
     for grad, other in zip(grads, expected_grads, strict=True):
         assert grad.dtype == torch.float16
-        # Half of the least number that fp16 holds is lost in what is returned.
+        # The returned gradients lose at most half of fp16's smallest number.
         assert (grad.float() - other).abs().max() < 4e-3 * other.abs().max() + 2**-25
 
 
@@ -171,7 +171,7 @@ def test_small_gradients_survive_fp16(npu_kernels, upstream):
 def test_why_the_gradient_is_computed_in_chunks_is_said_once(
     npu_kernels, monkeypatch, caplog, device, heads, sentence
 ):
-    """At GLM's 32 heads on every product; at 64 of them where the operator is missing."""
+    """At GLM's 32 heads on every product; at 64 heads where the operator is missing."""
     monkeypatch.setattr("torch.npu.get_device_name", lambda device_=None: device)
     device_limits.product.cache_clear()
     inputs = inputs_of(4, 2060, heads=heads, batch=1)

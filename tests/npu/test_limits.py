@@ -1,4 +1,4 @@
-"""What the NPU backend declines, and the sentence that says so."""
+"""Calls that the NPU backend declines, and the sentence that says so."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tensors_elsewhere(npu_kernels, operator):
 
 @pytest.mark.parametrize("operator", SHAPES)
 def test_npu_tensors_are_taken_as_they_are_in_use(operator):
-    """No fixture: the decision as users meet it."""
+    """Without the fixture: the users' decision."""
     choose.cache_clear()
     assert choose(operator, "npu", shape_class(operator, device="npu")).__name__.endswith(".npu")
     assert choose(operator, "auto", shape_class(operator, device="npu")).__name__.endswith(".npu")
@@ -211,7 +211,7 @@ def test_auto_falls_back_to_bounded_memory_and_says_so_once(npu_kernels, monkeyp
         results = [call("auto", **options) for _ in range(2)]
     took = backend.calls() - before
     assert {name for _, name in took} == {"chunked"}
-    # None of what an NPU leaves to its processor.
+    # No operator that an NPU leaves to its processor.
     assert not counts.doubles, counts.told("doubles")
     assert not counts.ai_cpu, counts.told("ai_cpu")
     expected = call("reference", **options)
@@ -224,7 +224,7 @@ def test_auto_falls_back_to_bounded_memory_and_says_so_once(npu_kernels, monkeyp
 
 
 def test_a_wrong_keyword_raises_in_torch_npus_schema(npu_kernels):
-    """What stands behind the operators here cannot hide a call that a device would refuse."""
+    """The CPU kernels behind the operators cannot hide a call that a device would refuse."""
     query, key, weights = (x.detach() for x in inputs_of())
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'topk'"):
         torch.ops.npu.npu_lightning_indexer.default(query, key[:, :, None], weights, topk=12)

@@ -1,4 +1,4 @@
-"""MC2: linear layers over torch_npu's operators of matmul and collective, against the whole product."""
+"""MC2: linear layers with torch_npu's operators of matmul and collective, compared with the whole product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _check_rank(rank, ranks):
                 _column(rank, ranks, frozen, keep)
             _row(rank, ranks, frozen)
     gather, scatter = "npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"
-    # Where the input is gathered again, its gradient is multiplied and scattered beside that.
+    # If the input is gathered again, its gradient is multiplied and scattered at the same time.
     trained = [gather, gather, scatter, scatter, gather]
     assert collective_kernels.calls == [*trained, *[gather, scatter] * 2, scatter, gather]
 
@@ -42,7 +42,7 @@ def _noise(seed, *shape):
 
 
 def _megatron(module):
-    """Megatron's buffer for gathered rows; what was there before is of no use to anybody."""
+    """Return a Megatron whose buffer for gathered rows is NaN: old contents must not be used."""
     buffers = SimpleNamespace(get_tensor=lambda shape, dtype, name: torch.full(shape, torch.nan, dtype=dtype))
     return SimpleNamespace(get_global_memory_buffer=lambda: buffers)
 
@@ -133,7 +133,7 @@ def test_a_product_too_large_for_the_operator_is_scattered_by_a_collective(monke
 
 
 def test_the_communicator_is_asked_for_by_global_rank():
-    """As torch_npu's manual does it: the process group of the device, and this rank's number in the world."""
+    """As in torch_npu's manual: the device's process group, with this rank's number in the world."""
     import torch_npu  # noqa: F401
 
     backend = SimpleNamespace(get_hccl_comm_name=lambda rank: f"hccl of {rank}")

@@ -52,7 +52,7 @@ def test_there_and_weighted_back(npu_kernels, routing, dtype, probs):
 
 
 def test_gradients_of_weights_in_blocks_are_the_same(npu_kernels, monkeypatch):
-    """Wide copies of rows are bounded; none of them is larger than a block."""
+    """Wide copies of rows are bounded: no copy is larger than a block."""
     chosen = cases.routing_of(13, 4, "top 2")
     leaves = [torch.randn(26, 16).bfloat16().requires_grad_(), torch.rand(13, 4).requires_grad_()]
     row_map = permute(torch.randn(13, 16).bfloat16(), chosen, rows=26, topk=2, backend="npu").row_map
@@ -80,7 +80,7 @@ def test_chunks_in_another_order(npu_kernels):
 
 @pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_nothing_is_searched_summed_or_divided_in_int64(npu_kernels, probs_dtype):
-    """The device's own few processor cores would, and the host waits for nothing."""
+    """int64 work would go to the device's few processor cores; the host also waits for nothing."""
     chosen = cases.routing_of(7, 512, "top 8")
     tokens = torch.randn(7, 16).bfloat16().requires_grad_()
     probs = torch.rand(7, 512).to(probs_dtype).requires_grad_()
@@ -113,7 +113,7 @@ def test_uneven_routings_of_known_size_are_not_searched_either(npu_kernels):
 
 
 def test_uneven_routings_go_to_the_reference(npu_kernels, caplog):
-    """What the manuals exclude reaches no operator, and what one backend permutes another puts back."""
+    """Calls that the manuals exclude reach no operator, and one backend can undo another's permutation."""
     chosen = cases.routing_of(19, 5, "ragged")
     tokens = torch.randn(19, 8)
     rows = int(chosen.sum())

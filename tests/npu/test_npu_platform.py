@@ -1,4 +1,4 @@
-"""What Megatron asks of CUDA, answered on tensors of the stand-in device."""
+"""Megatron's calls of CUDA, answered on tensors of the stand-in device."""
 
 from __future__ import annotations
 

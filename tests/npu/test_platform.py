@@ -1,4 +1,4 @@
-"""The NPU platform with the real torch_npu, in processes of their own: its redirection cannot be undone."""
+"""The NPU platform with the real torch_npu, in separate processes: its redirection cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Megatron-LM's own pretrain_gpt.py, untouched, on NPU tensors; ``MEGATRON_LM`` names checkouts.
+"""Megatron-LM's own pretrain_gpt.py, unedited, on NPU tensors; ``MEGATRON_LM`` names checkouts.
 
-Each layout trains, evaluates, saves, and goes on in new processes; losses are those of the CPU platform,
-which trains without a break.
+Each layout trains, evaluates, saves, and resumes in new processes. Losses equal the CPU platform's in an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ LAYOUTS = {
     "FSDP2": "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist",
 }
 RANKS = {"PP2 x VPP2 in pairs": 4}
-"""Those of layouts that two ranks are not enough for."""
+"""Number of ranks of layouts that need more than two."""
 SINCE = {"PP2 x VPP2 in pairs": "0.14", "FSDP2": "0.16", "asynchronous saves": "0.13"}
-"""First releases of layouts that older ones lack; 0.12 writes no torch_dist with today's torch."""
+"""First releases of layouts that older releases lack; 0.12 writes no torch_dist with today's torch."""
 SHORT = ("TP2+SP",)
 """Layouts of the quick tests."""
 STEPS = 4
@@ -70,22 +70,22 @@ BOUND = 2e-3  # two orders of sums in bf16
 
 
 def checkouts() -> dict[str, str]:
-    """Folders by release."""
-    found = {}
+    """Return folders of checkouts by release."""
+    folders = {}
     for folder in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
         info = Path(folder, "megatron", "core", "package_info.py")
-        found[str(versions.version_in_source(info.read_text(encoding="utf-8")))] = folder
-    return found
+        folders[str(versions.version_in_source(info.read_text(encoding="utf-8")))] = folder
+    return folders
 
 
 def served() -> list[str]:
-    """Releases of the checkouts that this Python can run."""
+    """Return releases of the checkouts that this Python can run."""
     # 0.19's scripts import it.
     return [each for each in checkouts() if Version(each) < Version("0.19") or hasattr(typing, "override")]
 
 
 def rows() -> list[object]:
-    """One row for each release and layout."""
+    """Return one parameter row for each release and layout."""
     if not checkouts():
         return [pytest.param("", "", marks=pytest.mark.skip(reason="MEGATRON_LM names no checkout"))]
     return [
@@ -103,29 +103,29 @@ def train(folder: Path, platform: str, release: str, flags: Sequence[str], ranks
         folder: folder for the metrics.
         platform: ``npu`` or ``cpu``.
         release: release of the checkout.
-        flags: the model's, the layout's and the job's.
+        flags: flags of the model, the layout and the job.
         ranks: number of processes.
-        note: tells the metrics of two jobs apart.
+        note: suffix that tells the metrics of two jobs apart.
 
     Returns:
-        Records by step; losses of evaluations by step; what was printed.
+        Records by step, losses of evaluations by step, and the output.
     """
     metrics_file = folder / f"{platform}{note}.jsonl"
-    given = [*flags, "--mindspeed-platform", platform, "--global-batch-size", "4"]
-    given += ["--train-iters", str(STEPS), "--step-metrics-file", str(metrics_file)]
+    job_flags = [*flags, "--mindspeed-platform", platform, "--global-batch-size", "4"]
+    job_flags += ["--train-iters", str(STEPS), "--step-metrics-file", str(metrics_file)]
     if platform == "cpu":
-        given += ["--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"]
+        job_flags += ["--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"]
     if Version(release) < Version("0.13"):  # its other format does not write with today's torch
-        given += ["--ckpt-format", "torch"]
-    # The checkout builds its data helpers with the python3 and python3-config that it finds.
+        job_flags += ["--ckpt-format", "torch"]
+    # The checkout builds its data helpers with the python3 and python3-config on the path.
     programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]
     variables = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in given else "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in job_flags else "1",
         "PATH": os.pathsep.join(programs),
     }
     done = launch.run(
         Path(pretrain_gpt.__file__),
-        [checkouts()[release], *given],
+        [checkouts()[release], *job_flags],
         ranks=ranks,
         variables=variables,
         stand_in=platform == "npu",
@@ -163,20 +163,22 @@ def test_a_layout_trains_saves_and_resumes(release: str, name: str, tmp_path: Pa
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("release", served() or [""])
 def test_files_of_a_job(release: str, tmp_path: Path) -> None:
-    """A job begins with Hugging Face's files, and writes them, checkpoints and reports on the device."""
+    """A job reads Hugging Face's files, and writes them, checkpoints and reports on the device."""
     if not release:
         pytest.skip("MEGATRON_LM names no checkout")
     if Version(release) < Version("0.13"):
         pytest.skip("--save-hf needs torch_dist, which this release does not write with today's torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    # Mock tokens are below it, and it is a multiple of 128 for each of two ranks.
+    # Larger than all mock tokens, and a multiple of 128 for each of two ranks.
     theirs = Model(DEEPSEEK, 2).theirs(vocab_size=4352, num_nextn_predict_layers=0)
     theirs.save_pretrained(tmp_path / "model")
-    own = weights_flags(tmp_path / "model")
-    own[own.index("--vocab-size") + 1] = "4351"  # the tokenizer has one more, the end of a document
+    model_flags = weights_flags(tmp_path / "model")
+    model_flags[model_flags.index("--vocab-size") + 1] = (
+        "4351"  # the tokenizer has one more, the end of a document
+    )
     flags = [
-        *own,
+        *model_flags,
         *TRAINING.split(),
         "--expert-model-parallel-size",
         "2",
@@ -197,13 +199,13 @@ def test_files_of_a_job(release: str, tmp_path: Path) -> None:
     for digest in (tmp_path / "cpu").iterdir():
         assert digest.read_text() == (tmp_path / "npu" / digest.name).read_text()
     assert [json.loads(line)["step"] for line in (load / "expert_load.jsonl").open()] == [1, 2, 3, 4]
-    _, found = transformers.AutoModelForCausalLM.from_pretrained(
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(
         written / "iter_0000004", output_loading_info=True
     )
-    assert not any(found.values()), found
+    assert not any(loading.values()), loading
 
 
 def weights_flags(model: Path) -> list[str]:
-    """Flags that ``python -m mindspeed_dsa weights flags`` prints of a model."""
+    """Return the flags that ``python -m mindspeed_dsa weights flags`` prints for a model."""
     command = [sys.executable, "-m", "mindspeed_dsa", "weights", "flags", str(model)]
     return shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

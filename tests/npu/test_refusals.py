@@ -1,4 +1,4 @@
-"""Stand-ins for what a device refuses: they do refuse, and our code does not ask for it."""
+"""Emulated refusals of a device: they do refuse, and our code makes no refused call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.npu.refusals import blocked_storages, hccl, in_blocks, require_idle
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A process group of one rank, over gloo."""
+    """Yield a process group of one rank, over gloo."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield dist.group.WORLD
@@ -43,7 +43,7 @@ def test_an_operator_beside_a_collective_in_flight(alone):
 
 
 def test_storages_in_blocks_keep_their_size():
-    """What is freed and computed again are a layer's outputs, never a weight."""
+    """A layer's outputs are freed and recomputed, never a weight."""
     weight, x = torch.randn(32, 32, requires_grad=True), torch.randn(4, 32, requires_grad=True)
     expected = torch.autograd.grad((x.tanh() @ weight).sum(), (x, weight))
     with blocked_storages():

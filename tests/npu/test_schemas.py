@@ -1,4 +1,4 @@
-"""Calls against the schemas of published wheels, against CANN's operator library, and limits by product."""
+"""Calls compared with schemas of published wheels and with CANN's operator library, and limits by product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, BY_CHOICE = torch.zeros(8, 4), torch.arange(8).int()
 
 
 def test_calls_that_older_releases_refuse_are_refused_here():
-    """Two that were made: ``k``, and ``group_list_type``."""
+    """Two calls that our code once made: ``k``, and ``group_list_type``."""
     ones = torch.ones(4, 2)
     require_fit("npu_moe_finalize_routing", (ROWS, None, None, None, ones, BY_CHOICE, None), {})
     with pytest.raises(AssertionError, match=r"'2\.9\.0\.post4': 'too many positional arguments'"):
@@ -70,7 +70,7 @@ def test_symbols_are_those_that_torch_npu_looks_up():
 
 @pytest.fixture
 def cann(tmp_path, monkeypatch):
-    """A library of operators as CANN 8.5 has it: the dense loss is not there."""
+    """Return a library with CANN 8.5's operators: it lacks the dense loss."""
 
     def build(*symbols, name="libopapi.so"):
         source = "".join(f"int {symbol}GetWorkspaceSize(void) {{ return 0; }}\n" for symbol in symbols)
@@ -122,7 +122,7 @@ def test_without_cann_nothing_is_known(npu_kernels, cann, monkeypatch):
 
 
 def test_products(npu_kernels, monkeypatch, caplog):
-    """By the device's name; one that is in no table has the narrowest limits, and this is said once."""
+    """Limits follow the device's name; an unknown device gets the narrowest limits, and one warning."""
 
     def of(name):
         monkeypatch.setattr("torch.npu.get_device_name", lambda device=None: name)

@@ -36,7 +36,7 @@ def test_as_the_reference(npu_kernels, name, dtype):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=RTOL[dtype] * float(other.abs().max()))
     assert ours.kept <= reference.kept
-    # Once more forward, before anything is counted.
+    # Run forward once more, before anything is counted.
     forward = CALLED[name][:1]
     assert [call.name for call in npu_kernels] == forward + CALLED[name]
     modes = {call.layout for call in npu_kernels if call.name == "npu_rotary_mul"}
@@ -45,7 +45,7 @@ def test_as_the_reference(npu_kernels, name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_norm_whose_weight_stays_in_fp32(npu_kernels, dtype):
-    """As MindSpeed-LLM's V3.2 scripts have it; its gradient is in fp32 too."""
+    """MindSpeed-LLM's V3.2 scripts keep it in fp32; its gradient is in fp32, too."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 64, generator=generator).to(dtype).requires_grad_()
     weight = (1 + torch.randn(64, generator=generator) / 8).requires_grad_()
@@ -66,14 +66,14 @@ def test_a_norm_whose_weight_stays_in_fp32(npu_kernels, dtype):
     [("Ascend910B3", True), ("Ascend910_9391", True), ("Ascend950PR_9579", False), ("Ascend310P3", False)],
 )
 def test_products_whose_norm_takes_no_wider_weight(npu_kernels, monkeypatch, device, taken):
-    """A device in no table takes none either; a weight of the input's dtype goes everywhere."""
+    """An unknown device takes none either; all devices take a weight of the input's dtype."""
     monkeypatch.setattr("torch.npu.get_device_name", lambda number=None: device)
     monkeypatch.setattr("mindspeed_dsa.ops.backend.PREFERENCE", {"cpu": ("npu", "reference")})
     npu_device.product.cache_clear()
     hidden = torch.randn(2, 8).bfloat16()
-    found = rms_norm(hidden, torch.ones(8), 1e-6)
+    out = rms_norm(hidden, torch.ones(8), 1e-6)
     assert bool(npu_kernels) == taken
-    torch.testing.assert_close(found, rms_norm(hidden, torch.ones(8), 1e-6, backend="reference"))
+    torch.testing.assert_close(out, rms_norm(hidden, torch.ones(8), 1e-6, backend="reference"))
     if not taken:
         with pytest.raises(
             BackendUnavailable,
@@ -89,12 +89,12 @@ def test_what_the_manuals_exclude_is_declined_by_name(npu_kernels):
     with pytest.raises(BackendUnavailable, match="takes a weight of its input's dtype or in fp32"):
         rms_norm(torch.zeros(2, 8), torch.ones(8, dtype=torch.bfloat16), 1e-6, backend="npu")
     angles, like = torch.zeros(4, 1, 1, 8), torch.zeros(4, 2, 3, 8)
-    for given, problem in (
+    for call, problem in (
         ((angles, 1.37, "halves", like), "sines and cosines of up to 1"),
         ((angles.expand(4, 2, 1, 8), 1.0, "pairs", like), "takes angles by row"),
         ((angles, 1.0, "halves", torch.zeros(4, 1, 1000, 8)), "fewer than 1000 sequences and heads"),
         ((angles, 1.0, "halves", like.double()), "takes fp32, bf16 and fp16"),
     ):
         with pytest.raises(BackendUnavailable, match=problem):
-            rotation(*given, backend="npu")
+            rotation(*call, backend="npu")
     assert npu_kernels == []

@@ -23,7 +23,7 @@ def attention_inputs(batch, rows, keys, heads, dtype=torch.bfloat16):
 
 def check(calls, query, key_value, indices, layout, queries):
     wide = [x.detach().float().requires_grad_() for x in (query, key_value)]
-    # The CPU backend holds no [rows, topk, dim] and is tested against the oracle elsewhere.
+    # The CPU backend forms no [rows, topk, dim], and is tested against the oracle elsewhere.
     expected = sparse_flash_attention(
         *wide, indices, SCALE, value_dim=512, return_attention_sum=True, backend="cpu"
     )
@@ -51,7 +51,7 @@ def check(calls, query, key_value, indices, layout, queries):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [1, 16, 64])
 def test_causal_rows(npu_kernels, dtype, heads):
-    """As wide as there are keys: filled up to the next width of the operators."""
+    """topk equals the number of keys, which is padded to the operators' next width."""
     query, key_value = attention_inputs(2, 40, 40, heads, dtype)
     check(npu_kernels, query, key_value, causal_indices(2, 40, 40, 40), "BSND", (40, 40))
 
@@ -76,7 +76,7 @@ def test_rows_that_see_more_than_topk(npu_kernels, lengths):
 
 
 def test_gradient_of_scores_in_the_backward(npu_kernels):
-    """The sum of the probabilities that the hook gets is that of the forward."""
+    """The hook gets the forward's sum of probabilities."""
     query, key_value = attention_inputs(1, 40, 40, 4)
     indices = causal_indices(1, 40, 40, 40)
     scores = torch.zeros(1, 40, 40, requires_grad=True)
@@ -99,21 +99,21 @@ def test_gradient_of_scores_in_the_backward(npu_kernels):
 
 @pytest.mark.parametrize("backend", ["npu", "cpu"])
 def test_a_query_in_two_parts_is_the_same_query(npu_kernels, backend):
-    """npu copies neither part, forward and backward, and none of a key; other backends put them together."""
+    """npu copies no part of query or key, forward or backward; other backends join the parts."""
     query, key_value = attention_inputs(1, 40, 40, 4)
     latent, rope = (x.detach().contiguous().requires_grad_() for x in query.split([512, 64], dim=-1))
     indices = causal_indices(1, 40, 40, 40)
     factors = torch.randn(1, 40, 4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    given = {"value_dim": 512, "return_attention_sum": True, "backend": backend}
-    whole = sparse_flash_attention(query, key_value, indices, SCALE, **given)
+    options = {"value_dim": 512, "return_attention_sum": True, "backend": backend}
+    whole = sparse_flash_attention(query, key_value, indices, SCALE, **options)
     grad_query, grad_key = torch.autograd.grad(whole.out, (query, key_value), factors)
-    given["return_attention_sum"] = False
+    options["return_attention_sum"] = False
     with counted(smallest_copy=latent.numel() // 8) as counts:
-        apart = sparse_flash_attention(latent, key_value, indices, SCALE, query_rope=rope, **given)
+        apart = sparse_flash_attention(latent, key_value, indices, SCALE, query_rope=rope, **options)
         grads = torch.autograd.grad(apart.out, (latent, rope, key_value), factors)
         parts = [x.detach().contiguous().requires_grad_() for x in key_value.split([512, 64], dim=-1)]
-        given |= {"query_rope": rope, "key_rope": parts[1]}
-        keys_apart = sparse_flash_attention(latent, parts[0], indices, SCALE, **given)
+        options |= {"query_rope": rope, "key_rope": parts[1]}
+        keys_apart = sparse_flash_attention(latent, parts[0], indices, SCALE, **options)
         grads_of_parts = torch.autograd.grad(keys_apart.out, (latent, rope, *parts), factors)
     assert torch.equal(apart.out, whole.out)
     assert torch.equal(apart.lse, whole.lse)
@@ -128,7 +128,7 @@ def test_a_query_in_two_parts_is_the_same_query(npu_kernels, backend):
 
 @pytest.mark.parametrize("backend", ["npu", "cpu"])
 def test_receivers_take_the_gradients_of_both_parts_of_a_key(npu_kernels, backend):
-    """Unless both are put together: the gradient goes to the parts then."""
+    """If a backend joins the parts, the gradient goes to the parts instead."""
     query, key_value = attention_inputs(1, 40, 40, 4)
     latent, rope = (x.detach() for x in query.split([512, 64], dim=-1))
     parts = [x.detach().contiguous().requires_grad_() for x in key_value.split([512, 64], dim=-1)]
@@ -154,17 +154,17 @@ def test_parts_that_do_not_fit_are_refused(npu_kernels):
     latent, rope = (x.detach() for x in query.split([512, 64], dim=-1))
     key, key_rope = (x.detach() for x in key_value.split([512, 64], dim=-1))
     indices = causal_indices(1, 40, 40, 40)
-    for given, message in (
+    for options, message in (
         ({"key_rope": key_rope}, "key_rope without query_rope"),
         ({"key_rope": key_rope[:, :39], "query_rope": rope}, "key_rope must be"),
         ({"key_rope": key_rope, "query_rope": rope, "value_dim": 500}, "value_dim must be 512"),
     ):
         with pytest.raises(ValueError, match=message):
-            sparse_flash_attention(latent, key, indices, SCALE, **{"value_dim": 512, **given})
+            sparse_flash_attention(latent, key, indices, SCALE, **{"value_dim": 512, **options})
 
 
 def test_padding_is_not_read(npu_kernels):
-    """Rows of a packed batch see their own sequence only: garbage in another one does not spread."""
+    """Rows of a packed batch see only their own sequence: garbage in another sequence does not spread."""
     query, key_value = attention_inputs(1, 45, 45, 2)
     with torch.no_grad():
         key_value[:, 20:] = torch.nan

@@ -1,4 +1,4 @@
-"""Indexer losses with the main heads spread over two ranks: what each computes is that of all heads."""
+"""Indexer losses with the main heads spread over two ranks: each rank computes the loss of all heads."""
 
 from __future__ import annotations
 

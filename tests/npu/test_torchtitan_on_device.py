@@ -1,4 +1,4 @@
-"""TorchTitan's own trainer on NPU tensors, stock and with all converters, beside its jobs on CPU tensors."""
+"""TorchTitan's own trainer on NPU tensors, stock and with all converters, compared with CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.npu import titan_jobs
 from tests.npu.device import launch
 
 STEPS = 2
-# Of widths that the operators take.
+# Widths that the operators take.
 WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
 CONVERTERS = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
 SPARSE = {"names": CONVERTERS, "topk": 16, "index_heads": 8, "index_dim": 128}
@@ -30,7 +30,7 @@ LAYOUTS = {
     "one rank": (1, []),
     "FSDP": (2, [*jobs.BACKEND]),
     "EP": (2, [*jobs.BACKEND, "--parallelism.expert_parallel_degree", "2"]),
-    # Without TP: stock ends, too, in torch_npu's product of distributed tensors, whose parts do not fit.
+    # Without TP: stock, too, fails in torch_npu's product of distributed tensors, whose parts do not fit.
     "PP": (2, [*jobs.BACKEND, "--parallelism.pipeline_parallel_degree", "2"]),
 }
 Found = dict[str, dict[str, Any]]
@@ -38,14 +38,14 @@ Found = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
-    """Folder with a tokenizer, texts and the weights from which all jobs begin; jobs of one CPU rank."""
+    """Return a folder with tokenizer, texts and initial weights of all jobs, and the jobs of one CPU rank."""
     folder = jobs.files(tmp_path_factory.mktemp("torchtitan"))
     seed = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--dump_folder", "seed"]
     return folder, train("cpu", "one rank", folder, before=[["seed", SPARSE, seed]])
 
 
 def run(platform: str, ranks: int, folder: Path, given: list[Any]) -> Found:
-    """Run jobs, and return what the rank that has the losses printed, by name."""
+    """Run jobs; return the output of the rank that has the losses, by job."""
     done = launch.run(
         Path(titan_jobs.__file__),
         [platform, json.dumps(given)],
@@ -62,21 +62,21 @@ def run(platform: str, ranks: int, folder: Path, given: list[Any]) -> Found:
 
 
 def train(platform: str, layout: str, folder: Path, before: Sequence[Any] = ()) -> Found:
-    """Train from the same weights, after other jobs; on several ranks with converters only."""
+    """Train from the same weights, after other jobs; on several ranks only with converters."""
     ranks, arguments = LAYOUTS[layout]
-    given = [*before]
+    job_list = [*before]
     for name, converters in JOBS.items():
         if ranks > 1 and name != "sparse":
             continue
-        own = ["--dump_folder", f"{platform} {layout} {name}", "--checkpoint.enable"]
-        own += [
+        options = ["--dump_folder", f"{platform} {layout} {name}", "--checkpoint.enable"]
+        options += [
             "--checkpoint.initial_load_path",
             f"{folder}/seed/checkpoint/step-0",
             "--checkpoint.load_only",
         ]
-        own += ["--training.mixed_precision_param", "bfloat16", "--training.steps", str(STEPS)]
-        given.append([name, converters, [*own, *arguments]])
-    return run(platform, ranks, folder, given)
+        options += ["--training.mixed_precision_param", "bfloat16", "--training.steps", str(STEPS)]
+        job_list.append([name, converters, [*options, *arguments]])
+    return run(platform, ranks, folder, job_list)
 
 
 def require_as(found: Any, expected: Any, loss: float = 2e-3, norm: float = 2e-2) -> None:
@@ -94,12 +94,12 @@ def require_as(found: Any, expected: Any, loss: float = 2e-3, norm: float = 2e-2
 def test_losses_are_those_of_cpus(layout: str, begun: tuple[Path, Found]) -> None:
     folder, alone = begun
     expected = alone if layout == "one rank" else train("cpu", layout, folder)
-    found = train("npu", layout, folder)
-    assert found
-    for name, each in found.items():
-        require_as(each, expected[name])
-    assert set(found["sparse"]["calls"]) >= CALLED | OPERATORS
+    results = train("npu", layout, folder)
+    assert results
+    for name, result in results.items():
+        require_as(result, expected[name])
+    assert set(results["sparse"]["calls"]) >= CALLED | OPERATORS
     if layout == "one rank":
-        require_as(found["all keys"], found["stock"])
-        assert found["sparse"]["steps"][0][1] != pytest.approx(found["stock"]["steps"][0][1], rel=1e-6)
-        assert found["stock"]["calls"] == []
+        require_as(results["all keys"], results["stock"])
+        assert results["sparse"]["steps"][0][1] != pytest.approx(results["stock"]["steps"][0][1], rel=1e-6)
+        assert results["stock"]["calls"] == []

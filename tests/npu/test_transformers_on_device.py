@@ -1,4 +1,4 @@
-"""A model of transformers trains on NPU tensors as on CPU tensors."""
+"""A transformers model trains on NPU tensors as on CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.npu.device import launch
 
 
 def steps(device: str) -> dict[str, list[float]]:
-    """What the script printed."""
+    """Return the script's figures."""
     script = Path(transformers_steps.__file__)
-    # transformers imports torch_npu for CPU tensors, too, and its optimizers ask for a device then.
+    # transformers imports torch_npu for CPU tensors, too, and its optimizers then query a device.
     (output,) = launch.run(script, [device]).require_success().output
     (line,) = (text for text in output.splitlines() if text.startswith(transformers_steps.MARK))
-    found: dict[str, list[float]] = json.loads(line.removeprefix(transformers_steps.MARK))
-    return found
+    figures: dict[str, list[float]] = json.loads(line.removeprefix(transformers_steps.MARK))
+    return figures
 
 
 def test_losses_and_norms_are_those_of_a_cpu() -> None:

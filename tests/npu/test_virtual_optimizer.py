@@ -25,12 +25,12 @@ def adamw_operator():
 def test_the_operator_makes_the_steps_of_torchs_adamw():
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(size, generator=generator) for size in (5, 300, 7)]
-    # torch_npu asks the device which optimizers have kernels for many tensors at once.
+    # torch_npu queries the device for optimizers with multi-tensor kernels.
     rates = {"foreach": False, "lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
-    ours, reference = ([each.clone() for each in start] for _ in range(2))
-    optimizer, expected = (torch.optim.AdamW(each, **rates) for each in (ours, reference))
-    # The last one is outside of the quota and is the optimizer's own.
-    places = {each: (torch.zeros_like(each), torch.zeros_like(each)) for each in ours[:2]}
+    ours, reference = ([tensor.clone() for tensor in start] for _ in range(2))
+    optimizer, expected = (torch.optim.AdamW(tensor, **rates) for tensor in (ours, reference))
+    # The last one is outside of the quota, and stays the optimizer's own.
+    places = {tensor: (torch.zeros_like(tensor), torch.zeros_like(tensor)) for tensor in ours[:2]}
     moments = mapped_moments.Moments(optimizer, places)
     assert not list(mapped_moments.check_adamw(optimizer))
     for _ in range(4):

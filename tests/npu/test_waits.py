@@ -1,6 +1,6 @@
-"""A step of training makes the host wait for nothing, and leaves nothing to the AI CPU.
+"""A training step makes the host wait for nothing, and leaves nothing to the AI CPU.
 
-But for what is listed here, by place and with the most that a step may have of it.
+Exceptions are listed here, by place and with the most that a step may have.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BALANCED = "--balanced-moe-experts --balanced-moe-matmul-rate 0.001 --balanced-m
 
 PER_RANK = MICROBATCHES // 2  # with two data parallel ranks
 SPLITS = "_maybe_dtoh_and_synchronize"
-"""Where Megatron's dispatcher waits for how many rows go to which rank."""
+"""Place where Megatron's dispatcher waits for the number of rows to each rank."""
 ALLOWED = {
     "dsa_job/": 100,  # the example reads its losses
-    "get_grad_norm_fp32": 2,  # of experts and of all else
+    "get_grad_norm_fp32": 2,  # norms of experts and of all other parameters
 }
-"""The most waits of a step, by place."""
+"""Most waits of a step, by place."""
 
 Cases = dict[str, tuple[str, dict[str, int]]]
 QUICK: dict[int, Cases] = {
@@ -47,14 +47,14 @@ QUICK: dict[int, Cases] = {
         "EP2": (f"{DSA} {EP}", {SPLITS: PER_RANK}),
         "pairs": (f"{DSA} {EP} --moe-fb-overlap", {SPLITS: PER_RANK}),
         "transfers behind products": (f"{DSA} {EP} --moe-alltoall-overlap-comm", {SPLITS: PER_RANK}),
-        # The plan is made on the host, of what all ranks count.
+        # The host makes the plan from counts of all ranks.
         "balanced experts": (
             f"{DSA} {EP} {BALANCED}",
             {SPLITS: PER_RANK, "balanced_experts/layer.py": PER_RANK},
         ),
     },
 }
-"""Flags, and what a step may have beside :data:`ALLOWED`, by number of ranks and name."""
+"""Flags, and exceptions in addition to :data:`ALLOWED`, by number of ranks and name."""
 MORE: dict[int, Cases] = {
     1: {
         "parts joined": ("--use-fused-dsa --use-dsa-absorb off --num-experts 0", {}),
@@ -62,7 +62,7 @@ MORE: dict[int, Cases] = {
         "recomputed experts": (f"{DSA} --recompute-granularity selective --recompute-modules moe", {}),
         "prediction": (f"{DSA} --mtp-num-layers 1", {}),
         "loss in backward": (f"{DSA} {LOSS} backward", {}),
-        # A list of what the two halves of a number do not say, and whether a NaN is among them.
+        # A list of numbers that their two halves do not determine, and a check for NaN.
         "reused weights": (f"{DSA} --reuse-fp32-param --use-distributed-optimizer", {"bf16_split.py": 2}),
     },
     2: {
@@ -70,7 +70,8 @@ MORE: dict[int, Cases] = {
             f"{DSA} {EP} --moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2",
             {SPLITS: PER_RANK},
         ),
-        # Whether rows go where they went is asked of the device, and read when another piece is on its way.
+        # The device compares the rows' destinations; the host reads the answer while another piece is in
+        # transit.
         "recomputed pairs": (
             f"{DSA} {EP} --moe-fb-overlap {FULL}",
             {SPLITS: 2 * PER_RANK, "fb_overlap/recompute.py": PER_RANK},
@@ -81,7 +82,7 @@ MORE: dict[int, Cases] = {
         "dense attention, CP2": (f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo", {}),
     },
 }
-"""Likewise, with the long tests."""
+"""Cases of the long tests, likewise."""
 
 
 @pytest.mark.parametrize(
@@ -109,18 +110,21 @@ def test_nothing_waits(ranks: int, cases: Cases) -> None:
 
 
 def problems(events: Any, allowed: dict[str, int]) -> list[str]:
-    """Waits and copies of a step that are not allowed, or more than are allowed."""
+    """Return waits and copies of a step that are not allowed, or exceed the allowed number."""
     if isinstance(events, str):
         return [events]
     left = {**ALLOWED, **allowed}
-    found = []
+    problems_of_step = []
     for count, kind, operator, place in events:
-        known = next((part for part in left if part in place), None)
-        if known is None or kind in ("fallback", "aicpu"):
-            found.append(f"{count} {kind} {operator} at {place}")
-        elif kind == "wait":  # one from pageable memory is one, too
-            left[known] -= count
-    return [*found, *(f"{-most} waits too many at {part}" for part, most in left.items() if most < 0)]
+        allowed_place = next((part for part in left if part in place), None)
+        if allowed_place is None or kind in ("fallback", "aicpu"):
+            problems_of_step.append(f"{count} {kind} {operator} at {place}")
+        elif kind == "wait":  # a copy from pageable memory is a wait, too
+            left[allowed_place] -= count
+    return [
+        *problems_of_step,
+        *(f"{-most} waits too many at {part}" for part, most in left.items() if most < 0),
+    ]
 
 
 def test_a_wait_is_a_problem() -> None:

@@ -22,7 +22,7 @@ def main() -> None:
     platform, jobs = sys.argv[1], json.loads(sys.argv[2])
     if platform == "cpu":
         on_cpu.name_the_cpu()
-    on_cpu.sum_over_gloo()  # HCCL has no sum times a factor either
+    on_cpu.sum_over_gloo()  # HCCL also has no sum with a factor
     on_cpu.as_newer_torch()
     on_cpu.count_calls()
     import torchtitan.train
@@ -31,7 +31,8 @@ def main() -> None:
     from mindspeed_dsa.features.dsa import problem
     from mindspeed_dsa.ops import backend
 
-    # Where all keys are chosen nothing is sparse; and fewer than 1024 the operators of an NPU do not take.
+    # With all keys chosen, attention would be dense; and operators of an NPU need at least 1024 keys to
+    # choose from.
     problem.every_key_is_chosen = lambda *_: False
     steps: list[Any] = []
     log = MetricsProcessor.log

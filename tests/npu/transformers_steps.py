@@ -1,4 +1,4 @@
-"""Steps of a model of transformers on a device, which is the argument; prints a line of JSON."""
+"""Steps of a transformers model on a device, which is the argument; prints a line of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.hosts.transformers.models import VOCABULARY, build
 
 MARK = "STEPS "
-# Of widths that the indexer takes; attention to fewer than 1024 keys is PyTorch's, in chunks.
+# Widths that the indexer takes; attention to fewer than 1024 keys is PyTorch's, in chunks.
 SIZES = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,

@@ -1,4 +1,4 @@
-"""``doctor --device`` at a size that the kernels of the stand-in take seconds for, not minutes."""
+"""``doctor --device`` at a size that the stand-in's kernels compute in seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ LENGTH = 32
 
 if __name__ == "__main__":
     device.LENGTH = device.SIZES["dsa_indexer_topk"] = LENGTH
-    # Selections of all keys are what the operators take at this size; otherwise dense attention has them.
+    # At this size the operators get selections of all keys, which would otherwise be dense attention.
     problem.every_key_is_chosen = lambda *_: False
     device.main(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """Training jobs of ``test_waits.py``: the example's model, one case after the other in one process.
 
 ``python tests/npu/waits_jobs.py CASES``: ``CASES`` is a JSON list of ``[name, flags]``. Each rank prints a
-line of JSON for each: what a step asked of the device, ``[count, kind, operator, place]``, or an error.
+line of JSON for each case: a step's events on the device, ``[count, kind, operator, place]``, or an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = f"""
 """
 """A dense layer, and one with experts."""
 COUNTED = 2
-"""Step that is counted: what is made once is there by then."""
+"""Number of the counted step; things made once exist by then."""
 MARK = "CASE "
 
 
@@ -39,7 +39,8 @@ def main() -> None:
 
     platforms.prepare(platforms.detect("npu"))
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
-    # Where all keys are chosen nothing is sparse; and fewer than 1024 the operators of an NPU do not take.
+    # With all keys chosen, attention would be dense; and operators of an NPU need at least 1024 keys to
+    # choose from.
     problem.every_key_is_chosen = lambda *_: False
     device_jobs.parse_once()
     for name, flags in json.loads(sys.argv[1]):
@@ -50,7 +51,7 @@ def _run(flags: str) -> Any:
     from benchmarks.gpu import job
     from tests.npu.device import counts
 
-    step, found = job._step, counts.Counts()
+    step, events = job._step, counts.Counts()
 
     def counting_step(stepper: Any, number: int, stream: Any) -> Any:
         train_step = type(stepper).train_step
@@ -58,7 +59,7 @@ def _run(flags: str) -> Any:
         def counted(*args: Any) -> Any:
             with counts.counted() as now:
                 result = train_step(stepper, *args)
-            found.events.update(now.events)
+            events.events.update(now.events)
             return result
 
         if number == COUNTED:
@@ -69,13 +70,13 @@ def _run(flags: str) -> Any:
     try:
         job.train([*shlex.split(MODEL), *shlex.split(flags), "--mindspeed-platform", "npu"], COUNTED + 1)
     except BaseException as error:
-        # A rank that failed alone would wait for the others in the next case.
+        # A rank that failed by itself would wait for the others in the next case.
         with contextlib.suppress(Exception):
             traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     finally:
         job._step = step
-    return [[count, *event] for event, count in found.events.items() if event[0] != "launch"]
+    return [[count, *event] for event, count in events.events.items() if event[0] != "launch"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Counting calls of a module's functions, and taking down what a logger says."""
+"""Counters of calls of a module's functions, and of a logger's messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def counted(module: ModuleType, *names: str) -> Iterator[dict[str, int]]:
-    """Count calls by the globals that the module's own code looks up."""
+    """Count calls of a module's functions through its globals."""
     counts = dict.fromkeys(names, 0)
     originals = {name: getattr(module, name) for name in names}
 
@@ -36,7 +36,7 @@ def counted(module: ModuleType, *names: str) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """Messages of a logger; for cases in the pool's workers, which have no ``caplog``."""
+    """Collect messages of a logger; for cases in the pool's workers, which have no ``caplog``."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def logged(name: str) -> Iterator[list[str]]:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *functions: FunctionType) -> list[str]:
-    """Names of module functions, as they are called through their module."""
+    """Return a list that gets names of module functions when they are called through their module."""
     calls: list[str] = []
     for function in functions:
 

@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
-    """Write ``{"megatron/core/x.py": source}``; packages get no ``__init__.py`` unless it is named."""
+    """Write ``{"megatron/core/x.py": source}``; packages get no ``__init__.py`` unless it is listed."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,10 +20,10 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def patch(target: str, kind: str = "wrap", **fields: object) -> Patch:
-    """A row whose implementation is never loaded."""
+    """Return a patch row whose implementation is never loaded."""
     return Patch(target, kind, "implementation:function", "a test wants it", **fields)  # type: ignore[arg-type]
 
 
 def checker(folder: Path, files: dict[str, str], **options: object) -> Checker:
-    """A checker over files written below ``folder``."""
+    """Return a checker over files written below ``folder``."""
     return Checker(SourceTree.folder(write(folder, files)), **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The main job on the ranks of a pool; what ``parity.py`` compares is collected here."""
+"""The main job on the ranks of a pool; collects the data that ``parity.py`` compares."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.observe import Choices, Fault, Key, Observer, Place
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank saw of a job: the job's own record of every step, the rank's choices, memory events.
+    """One rank's results of a job: the job's records of every step, the rank's choices, memory events.
 
-    ``rows`` says where its rows lie in the whole sequence, ``[microbatch, row]`` for each kind of choice;
-    ``gradients`` are the rank's pieces of those of the first and the last step, if they were asked for.
+    ``rows`` has the places of its rows in the whole sequence, ``[microbatch, row]`` for each kind of choice.
+    ``gradients`` are the rank's pieces in the first and the last step, if requested.
     """
 
     records: list[dict[str, Any]]
@@ -52,14 +52,13 @@ def train(
 
     Args:
         argv: flags of ``pretrain_dsa.py``.
-        stock: train Megatron's dense GPT instead, with nothing of ours switched on but the platform and the
-            switches.
-        switches: for ``mindspeed_dsa.enable``, beside those that the job sets.
-        gradients: as for :class:`Observer`, and so are the next two.
-        forced: choices to be made.
-        fault: a gradient to spoil.
-        signs: whether the signs of indexers' products are among the choices.
-        selects: whether indexers that are fused select keys.
+        stock: whether to train Megatron's dense GPT, with only the platform and ``switches`` enabled.
+        switches: arguments of ``mindspeed_dsa.enable`` in addition to the job's.
+        gradients: see :class:`Observer`, as for ``forced`` and ``fault``.
+        forced: choices to impose.
+        fault: gradient to spoil.
+        signs: whether choices include the signs of indexers' products.
+        selects: whether fused indexers select keys.
     """
     from dsa_job.app import told
     from dsa_job.arguments import parse_args
@@ -67,12 +66,12 @@ def train(
 
     import mindspeed_dsa
 
-    # Whether DSA is fused, the switches say: the job's own default would be heard by its parser alone.
+    # The switches decide whether DSA is fused: only the job's own parser would see its default.
     args = parse_args(["--no-use-fused-dsa", *argv])
     if stock and not switches:
         from mindspeed_dsa import session
 
-        session.enable_from_argv([])  # as the one-liner does when it is imported for the first time
+        session.enable_from_argv([])  # as the one-liner does on its first import
     else:
         check(args, World.from_environment())
         mindspeed_dsa.enable(**{**({} if stock else told(args)), **(switches or {})})
@@ -103,7 +102,7 @@ def train(
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:
-    """All tensors of distributed checkpoints, whole, by their names in them.
+    """Return all tensors of distributed checkpoints, whole, by their keys.
 
     Args:
         checkpoints: folders and steps.
@@ -121,7 +120,7 @@ def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]
 def instead_of_dsa(active: bool) -> Iterator[None]:
     """Make the job build Megatron's plain GPT: multi-head attention, LayerNorm, dense MLP.
 
-    It is the control, which no DSA repair has touched.
+    It is the control, which no DSA repair changes.
     """
     if not active:
         yield

@@ -1,6 +1,6 @@
-"""Figures that tests found, printed when pytest ends; and those of a benchmark's nested table.
+"""Figures found by tests, printed when pytest ends, and numbers of a benchmark's nested table.
 
-Each travels with its test's report, since other processes than the one that prints may run the tests.
+A figure is part of its test's report, because other processes than the printing one may run the tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _found: list[tuple[str, str]] = []
 
 
 def numbers(metrics: Mapping[str, Any]) -> Iterator[Any]:
-    """All leaves of a nested table."""
+    """Yield all leaves of a nested table."""
     for value in metrics.values():
         if isinstance(value, dict):
             yield from numbers(value)
@@ -25,7 +25,7 @@ def numbers(metrics: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def tell(heading: str, line: str) -> None:
-    """Have a line of the running test printed below a heading."""
+    """Print a line for the running test below a heading when pytest ends."""
     _found.append((heading, line))
 
 
@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     lines = defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            # The last of a test's three reports knows the properties of all.
+            # The last of a test's three reports has the properties of all.
             if getattr(report, "when", "") == "teardown":
                 for _, (heading, line) in (each for each in report.user_properties if each[0] == _PROPERTY):
                     lines[heading].append(line)

@@ -1,6 +1,6 @@
 """``python -m tests.npu.device SCRIPT ARGUMENTS``: run a script of one rank on the stand-in.
 
-Ranks are started by ``tests/npu/device/launch.py``, which sets their environment.
+``tests/npu/device/launch.py`` starts ranks and sets their environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Counts of what a step asks of the device beside its operators, each with its place in the code.
+"""Counts of a step's costs on the device other than its operators, each with its place in the code.
 
-:data:`kinds`: ``wait`` (the host waits for the device), ``pageable`` (a copy from host memory that is not
-pinned, which torch_npu ends with a wait), ``fallback`` (torch_npu computes on the CPU), ``aicpu`` (CANN
-has the operator for the AI CPU alone in this dtype on Atlas A2 and A3), ``launch`` (operators).
+:data:`kinds`: ``wait`` (the host waits for the device), ``pageable`` (a copy from unpinned host memory, which
+torch_npu ends with a wait), ``fallback`` (torch_npu computes on the CPU), ``aicpu`` (on Atlas A2 and A3, CANN
+has the operator in this dtype only for the AI CPU), ``launch`` (operators).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 _KINDS = ("wait", "pageable", "fallback", "aicpu", "launch")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Dtypes that CANN's sources (ops-math) list for the AI CPU and not for the AI core of Atlas A2 and A3.
+# Dtypes that CANN's sources (ops-math) list for the AI CPU, but not for the AI core of Atlas A2 and A3.
 _AICPU: dict[str, tuple[torch.dtype, ...] | None] = {
     "sort": _INTEGERS,
     "argsort": _INTEGERS,
@@ -62,7 +62,7 @@ def waits() -> int:
 
 
 def pageable_copies() -> int:
-    """Return how many copies to the device were ended with a wait."""
+    """Return how many copies to the device ended with a wait."""
     return _runtime["h2d_sync"].count
 
 
@@ -73,16 +73,16 @@ def collectives() -> dict[str, int]:
 
 @dataclass
 class Counts:
-    """What happened in the length of :func:`counted`.
+    """Events during :func:`counted`.
 
     Attributes:
-        events: how often, by kind, operator and place; a place is the innermost two frames outside of torch.
+        events: counts by kind, operator and place; a place is the innermost two frames outside of torch.
     """
 
     events: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def of(self, kind: str, place: str = "") -> int:
-        """Return how many events of a kind there were at places that contain a text."""
+        """Return the number of events of a kind at places that contain a text."""
         assert kind in _KINDS, f"{kind} is no kind of count"
         return sum(n for (what, _, where), n in self.events.items() if what == kind and place in where)
 
@@ -99,20 +99,20 @@ _open: list[Counts] = []
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count what happens in this process, in all threads that the mode reaches."""
-    found = Counts()
+    """Count events in this process, in all threads that the mode reaches."""
+    counts = Counts()
     if not _open:
         take_stock()
-    _open.append(found)
+    _open.append(counts)
     try:
-        yield found
+        yield counts
         note_between("the end")
     finally:
-        _open.remove(found)
+        _open.remove(counts)
 
 
 def counting() -> bool:
-    """Return whether anybody counts."""
+    """Return whether any :func:`counted` block is open."""
     return bool(_open)
 
 
@@ -120,15 +120,15 @@ _seen = {"wait": 0, "pageable": 0}
 
 
 def take_stock() -> None:
-    """Know of all that has happened so far."""
+    """Reset the baseline, so that earlier waits are not counted."""
     _seen.update(wait=waits(), pageable=pageable_copies())
 
 
 def note_between(operator: str) -> None:
-    """Count waits since the operator before, such as those inside of ``torch.tensor``.
+    """Count waits since the previous operator, for example inside ``torch.tensor``.
 
     Args:
-        operator: the one that is going to be called, or what else comes next.
+        operator: name of the next operator or event.
     """
     if waits() > _seen["wait"]:
         note("wait", f"before {operator}")
@@ -138,7 +138,7 @@ def note_between(operator: str) -> None:
 
 
 def watch(kind: Any) -> None:
-    """Note the place of each call of ``synchronize`` of a class, ``torch.npu.Event`` or ``Stream``."""
+    """Wrap a class's ``synchronize`` (``torch.npu.Event`` or ``Stream``) to note the place of each call."""
     wait = kind.synchronize
 
     @functools.wraps(wait)
@@ -162,11 +162,11 @@ def note(kind: str, operator: str) -> None:
 
 
 def on_aicpu(operator: str, result: object) -> bool:
-    """Return whether CANN has an operator for the AI CPU alone.
+    """Return whether CANN has an operator only for the AI CPU.
 
     Args:
         operator: name without its overload.
-        result: tensor or tuple of tensors, whose first one has the dtype that decides.
+        result: tensor or tuple of tensors; the first one's dtype decides.
     """
     name = operator.rstrip("_")
     if name not in _AICPU:
@@ -178,13 +178,13 @@ def on_aicpu(operator: str, result: object) -> bool:
 
 def where() -> str:
     """Return the innermost two frames outside of torch and of the stand-in: file, line and function."""
-    found: list[str] = []
+    frames: list[str] = []
     frame = sys._getframe(1)
-    while frame is not None and len(found) < 2:
+    while frame is not None and len(frames) < 2:
         name = frame.f_code.co_filename
         if not any(part in name for part in _SKIPPED):
             short = name.rpartition("/site-packages/")[2].rpartition("/mindspeed_dsa/")
             file = f"{short[1]}{short[2]}".lstrip("/")
-            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+            frames.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(found)
+    return " < ".join(frames)

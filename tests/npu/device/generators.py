@@ -1,8 +1,7 @@
-"""Random numbers of the stand-in: those of a CPU generator with the same seed and the same draws before.
+"""Random numbers of the stand-in: equal to a CPU generator's with the same seed and earlier draws.
 
-An NPU's generator is a seed and an offset, which each draw moves on. A table says which state of a CPU
-generator stands for an offset, so that generators that are saved, set and forked draw as those of the CPU
-platform do.
+An NPU's generator is a seed and an offset, which each draw advances. A table maps offsets to states of a CPU
+generator, so that saved, restored and forked generators draw the CPU platform's numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _states: dict[bytes, Tensor] = {}
 
 @contextmanager
 def drawing(generator: torch.Generator | None) -> Iterator[None]:
-    """Have the CPU's generator draw for an NPU's, which the block's native call moves on.
+    """Draw from the CPU's generator in place of an NPU's, whose offset the block's native call advances.
 
     Args:
-        generator: of an NPU; None for the current device's own.
+        generator: NPU generator; None for the current device's own.
     """
     if generator is None:
         generator = torch.npu.default_generators[torch.npu.current_device()]
@@ -47,5 +46,5 @@ def _state_of(generator: torch.Generator) -> Tensor:
         return known
     # A seed without a draw; or, after a resumption, an offset that another process has reached.
     seed, offset = (int.from_bytes(part, "little") for part in (key[-16:-8], key[-8:]))
-    # A CPU's generator takes the lower 32 bits of its seed alone.
+    # A CPU's generator takes only the lower 32 bits of its seed.
     return torch.Generator().manual_seed(zlib.crc32(key[-16:]) if offset else seed).get_state()

@@ -1,4 +1,4 @@
-"""Start ranks of a job on the stand-in, one process each, and wait for all of them."""
+"""Launcher of a job's ranks on the stand-in, one process each; waits for all of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LIMIT = 300  # seconds
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """Result of a job.
 
     Attributes:
         codes: exit status of each rank.
-        output: both outputs of each rank.
+        output: stdout and stderr of each rank.
     """
 
     codes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Ended:
 
 
 def _readable(output: str) -> str:
-    """The end of an output, without torch's list of an operator's kernels."""
+    """Return the end of an output, without torch's list of an operator's kernels."""
     return "\n".join(line for line in output.splitlines() if "registered at" not in line)[-3000:]
 
 
@@ -54,24 +54,25 @@ def environment(devices: int, folder: Path | None = None) -> dict[str, str]:
 
     Args:
         devices: number of NPUs.
-        folder: for HCCL's messages; None where there is one rank.
+        folder: folder for HCCL's messages; None for a single rank.
     """
     libs = str(libraries.build())
     path = [libs, *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
-    found = {
+    variables = {
         "LD_LIBRARY_PATH": os.pathsep.join(dict.fromkeys(path)),
         "STAND_IN_NPUS": str(devices),
         "ASCEND_GLOBAL_LOG_LEVEL": "3",
-        "TASK_QUEUE_ENABLE": "0",  # launches in the calling thread, where the mode is
+        "TASK_QUEUE_ENABLE": "0",  # launch in the calling thread, which has the mode
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
-        # CPU kernels make and drop large tensors: pages that go back to the system are a third of their time.
+        # CPU kernels allocate and free large tensors: returning pages to the system takes a third of their
+        # time.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**34),
         "MALLOC_ARENA_MAX": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return found if folder is None else {**found, "STAND_IN_HCCL": str(folder)}
+    return variables if folder is None else {**variables, "STAND_IN_HCCL": str(folder)}
 
 
 def run(
@@ -83,16 +84,16 @@ def run(
     stand_in: bool = True,
     folder: Path | None = None,
 ) -> Ended:
-    """Run a script in ``ranks`` processes with torchrun's variables; a rank that is killed has status -9.
+    """Run a script in ``ranks`` processes with torchrun's variables; a killed rank has status -9.
 
     Args:
         script: path of a Python file.
-        arguments: for the script, the same for all ranks.
-        ranks: number of processes, each with an NPU of its own.
-        variables: more of the environment.
+        arguments: script's arguments, the same for all ranks.
+        ranks: number of processes, each with its own NPU.
+        variables: additional environment variables.
         limit: seconds until all ranks are killed.
-        stand_in: False runs the script without NPUs, for what is compared with them.
-        folder: working directory of the ranks; this process' own by default.
+        stand_in: whether there are NPUs; False for jobs to compare with.
+        folder: working directory of the ranks; default: this process's.
     """
     python = [sys.executable, "-W", "ignore", *(("-m", "tests.npu.device") if stand_in else ())]
     command = [str(word) for word in (*python, script, *arguments)]
@@ -125,7 +126,7 @@ def run(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> tuple[int, ...]:
-    """Wait for all; a rank that fails takes the others with it, which would wait for it."""
+    """Wait for all ranks; a failed rank ends the others, which would wait for it."""
     deadline = time.monotonic() + limit
     try:
         while any(process.poll() is None for process in processes):

@@ -1,9 +1,9 @@
-"""CANN's libraries for the stand-in device: those that torch_npu is linked with, and those that it opens.
+"""CANN's libraries for the stand-in device: libraries that torch_npu links or opens.
 
-``python -m tests.npu.device.libraries`` builds them for the torch_npu of the running interpreter, once,
-under its virtual environment, and prints the folder for ``LD_LIBRARY_PATH``. ``runtime.c``, ``hccl.c``
-and ``operators.c`` hold what has an effect; every other function returns 0. Needs ``nm``, ``strings`` and
-``gcc``.
+``python -m tests.npu.device.libraries`` builds them for the torch_npu of the running interpreter, once, under
+its virtual environment, and prints the folder for ``LD_LIBRARY_PATH``. ``runtime.c``, ``hccl.c`` and
+``operators.c`` have the functions with an effect; every other function returns 0. Needs ``nm``, ``strings``
+and ``gcc``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _SOURCES = ("runtime.c", "hccl.c", "operators.c")
-# torch_npu is linked with these, besides the runtime's own libascendcl.so and libhccl.so.
+# torch_npu links these, in addition to the runtime's own libascendcl.so and libhccl.so.
 _EMPTY = ("libacl_op_compiler.so", "libacl_tdt_channel.so", "libge_runner.so", "libgraph.so")
-# Its parts that are loaded on import.
+# Parts of torch_npu that are loaded on import.
 _PARTS = ("_C*.so", "lib/libtorch_npu.so", "lib/libnpu_profiler.so", "lib/libtensorpipe.so")
 _OPERATOR = re.compile(r"aclnn[A-Za-z0-9_]+")
 _SIZE = "GetWorkspaceSize"
-# Parts of calls of operators that torch_npu makes by name; operators.c has tensors, scalars and integers.
+# Kinds of arguments that torch_npu creates by name; operators.c has tensors, scalars and integers.
 _MADE = ("FloatArray", "BoolArray", "TensorList", "ScalarList")
 
 
 def build() -> Path:
-    """Build the libraries unless they are there; returns their folder.
+    """Build the libraries unless they exist; return their folder.
 
     Raises:
         SystemExit: torch or torch_npu is not installed in this environment, or a tool is missing.
@@ -47,7 +47,7 @@ def build() -> Path:
         made = Path(temporary) / folder.name
         made.mkdir()
         _build(made, torch, torch_npu)
-        # Whole or not at all, whoever else builds it now.
+        # All or nothing: another process may build the same libraries now.
         with contextlib.suppress(OSError):
             made.rename(folder)
     return folder
@@ -61,12 +61,12 @@ def _build(folder: Path, torch: Path, torch_npu: Path) -> None:
     for name, path in compiled.items():
         _run(["gcc", "-O1", "-fPIC", "-w", "-c", _HERE / name, "-o", path])
     here = {name for path in compiled.values() for name in _defined(path)}
-    # The names are C++'s; a label in assembly gives them to functions of C.
+    # The names are C++'s; an assembly label gives them to C functions.
     rest = "".join(
         f'long stub_{number}(void) __asm__("{name}");\nlong stub_{number}(void) {{ return 0; }}\n'
         for number, name in enumerate(sorted(missing - here))
     )
-    # One library holds everything but the operators, which torch_npu looks up in libopapi.so alone.
+    # One library holds everything except the operators, which torch_npu looks up only in libopapi.so.
     runtime = "libascendcl.so"
     _link(folder, runtime, rest, compiled["runtime.c"], compiled["hccl.c"], "-lpthread")
     for name in (*_EMPTY, "libhccl.so"):
@@ -76,7 +76,7 @@ def _build(folder: Path, torch: Path, torch_npu: Path) -> None:
 
 
 def _operators(library: Path, written: set[str]) -> str:
-    """C code of operators that count themselves, for all that the library names and nobody has written."""
+    """Return C code of counting operators, for all names in the library without a written operator."""
     words = set(_run(["strings", "-n", "4", library]).splitlines())
     names = sorted({word.removesuffix(_SIZE) for word in words if _OPERATOR.fullmatch(word)})
     rows = "".join(f'{{"{name}", 0}}, ' for name in names)
@@ -112,7 +112,7 @@ def _package(name: str) -> Path:
 
 
 def _interpreter() -> list[Path]:
-    """Where Python's own functions are: the executable or its shared library."""
+    """Return the files with Python's own functions: the executable or its shared library."""
     library = Path(sysconfig.get_config_var("LIBDIR") or ".") / (sysconfig.get_config_var("LDLIBRARY") or ".")
     return [
         path for path in (Path(sys.executable).resolve(), library) if path.is_file() and path.suffix != ".a"
@@ -120,7 +120,7 @@ def _interpreter() -> list[Path]:
 
 
 def _symbols(libraries: list[Path], which: str) -> set[str]:
-    """Dynamic symbols that are not weak; those with a version belong to the system's libraries."""
+    """Return dynamic symbols that are not weak; symbols with a version belong to the system's libraries."""
     names = set()
     for library in libraries:
         for line in _run(["nm", "-D", which, "--no-demangle", library]).splitlines():

@@ -1,4 +1,4 @@
-"""NPU tensors of the stand-in as CPU tensors: the same memory, by two devices."""
+"""NPU tensors of the stand-in as CPU tensors: two devices share the same memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def is_npu(value: object) -> bool:
 def on_host(tensor: Tensor) -> Tensor:
     """Return a CPU tensor with the same shape, strides and memory as an NPU tensor's."""
     address = tensor.data_ptr()
-    if not tensor.numel() or not tensor.untyped_storage().nbytes():  # nothing, or freed by FSDP2
+    if not tensor.numel() or not tensor.untyped_storage().nbytes():  # empty, or freed by FSDP2
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory, start = _memory(tensor.dtype)
     place = address - start
-    if not 0 <= place < memory.nbytes:  # the host's own memory, mapped for the device
+    if not 0 <= place < memory.nbytes:  # host memory that is mapped for the device
         return _mapped(tensor)
     return memory.as_strided(tensor.shape, tensor.stride(), place // tensor.dtype.itemsize)
 
@@ -36,7 +36,7 @@ def _mapped(tensor: Tensor) -> Tensor:
 
 
 def to_npu(tensor: Tensor) -> Tensor:
-    """Return an NPU tensor on the current device with a CPU tensor's values; nothing counts it as a copy."""
+    """Return an NPU tensor on the current device with a CPU tensor's values; not counted as a copy."""
     device = torch.device("npu", torch.npu.current_device())
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     on_host(made).copy_(tensor)
@@ -45,7 +45,7 @@ def to_npu(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _memory(dtype: torch.dtype) -> tuple[Tensor, int]:
-    """All of the device's memory in one tensor, and the address at which it starts."""
+    """Return the whole device memory as one tensor, and its first address."""
     start = ctypes.c_void_p.in_dll(_runtime, "stand_in_memory").value
     size = ctypes.c_size_t.in_dll(_runtime, "stand_in_memory_size").value
     assert start, "nothing has been allocated on the stand-in NPU yet"

@@ -1,7 +1,7 @@
-"""The dispatch mode that gives NPU tensors their values.
+"""Dispatch mode that computes the values of NPU tensors.
 
-Each operator is called on NPU tensors first, so that torch_npu's C++ checks, allocates, waits and
-launches as on a device; then on CPU tensors over the same memory, whose results are the values.
+Each operator is first called on NPU tensors, so that torch_npu's C++ checks, allocates, waits and launches as
+on a device. Then it is called on CPU tensors over the same memory, whose results are the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.npu.device.values import BY_NAME
 _operators = ctypes.CDLL("libopapi.so")
 _runtime = ctypes.CDLL("libascendcl.so")
 _open = ctypes.c_int.in_dll(_runtime, "stand_in_open")
-# Storage, metadata and copies of whole memory: torch_npu does them by itself.
+# Storage, metadata and copies of whole memory, which torch_npu does by itself.
 _NATIVE = frozenset(
     "empty empty_strided empty_like new_empty new_empty_strided empty_with_format unsafe_empty_with_format "
     "empty_with_swapped_memory detach alias set_ resize_ record_stream _local_scalar_dense lift_fresh "
@@ -32,7 +32,7 @@ _NATIVE = frozenset(
     "get_storage_size _reshape_alias _unsafe_view view as_strided is_same_size "
     "_has_compatible_shallow_copy_type _cudnn_init_dropout_state".split()
 )
-# How large their results are, values decide; torch_npu reads them, which is a wait.
+# The sizes of results depend on values, which torch_npu reads: a wait.
 _SIZED = frozenset(
     "nonzero masked_select unique_consecutive _unique _unique2 unique_dim bincount repeat_interleave".split()
 )
@@ -42,14 +42,14 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "npu_custom_dist")
 
 
 class StandIn(TorchDispatchMode):
-    """Computes what is called on NPU tensors, in the thread that enters it and in autograd's."""
+    """Computes operators called on NPU tensors, in the thread that enters it and in autograd's threads."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # DTensor and its like call operators on the tensors that they hold
+            return NotImplemented  # DTensor and similar classes call operators on the tensors that they hold
         leaves = tree_leaves((args, kwargs))
         device = kwargs.get("device")
         made = device is not None and torch.device(device).type == "npu"
@@ -81,7 +81,7 @@ def _counted(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
     name = func.overloadpacket.__name__
-    # A fallback of torch_npu's has computed already, on copies that it has brought back.
+    # A fallback of torch_npu has already computed, on copies that it has brought back.
     if name in _NATIVE or func.is_view or func.namespace in _COLLECTIVES or _falls_back(func):
         out = _native(func, args, kwargs, quiet=False)
         if (
@@ -92,7 +92,7 @@ def _run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
             and out.dtype.itemsize > 1
         ):
             with _disable_current_modes():
-                on_host(out).fill_(float("nan"))  # so that what reads it before it is written is seen
+                on_host(out).fill_(float("nan"))  # so that a read before the first write shows
         return out
     if _open.value:  # a collective of the current stream comes first
         _runtime.stand_in_settle(ctypes.c_void_p(torch.npu.current_stream().npu_stream))
@@ -109,7 +109,7 @@ def _run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         host = _on_host(func, name, args, kwargs)
     with _disable_current_modes():
         _take_values(func, native, host, {id(x) for x in leaves})
-    # torch_npu has read what its operator has not written.
+    # torch_npu has read a result that its operator has not written.
     return host if isinstance(native, bool) else native
 
 
@@ -136,8 +136,8 @@ def _take_values(func: Any, native: Any, host: Any, given: set[int]) -> None:
     Args:
         func: operator, for messages.
         native: results of torch_npu.
-        host: results of CPU kernels, of the same structure.
-        given: ids of arguments: what an operator changed in place is there already.
+        host: results of CPU kernels, with the same structure.
+        given: ids of arguments; values changed in place are there already.
 
     Raises:
         AssertionError: shapes differ.
@@ -157,14 +157,14 @@ def _native(func: Any, args: Any, kwargs: Any, quiet: bool) -> Any:
 
     Args:
         func: operator or collective.
-        args: of the call.
-        kwargs: of the call.
-        quiet: whether its operators leave values to the mode; those of collectives and fallbacks compute.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        quiet: whether its operators leave values to the mode; operators of collectives and fallbacks compute.
 
     Raises:
-        AssertionError: one of them has no value (``operators.c``).
+        AssertionError: an operator has no value (``operators.c``).
     """
-    flag = ctypes.c_int.in_dll(_operators, "stand_in_quiet")  # one for each thread
+    flag = ctypes.c_int.in_dll(_operators, "stand_in_quiet")  # one per thread
     missing = ctypes.c_char_p.in_dll(_operators, "stand_in_without_value")
     flag.value, missing.value = quiet, None
     try:
@@ -183,7 +183,7 @@ def _is_sized(name: str, leaves: list[Any]) -> bool:
 
 @functools.cache
 def _falls_back(func: Any) -> bool:
-    """Whether torch_npu has no kernel and torch none that is made of operators that it has."""
+    """Return whether torch_npu has no kernel and torch no composite of operators that torch_npu has."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(
         has(func.name(), key)
@@ -194,7 +194,7 @@ def _falls_back(func: Any) -> bool:
         # A structured operator calls its form with an ``out`` argument.
         packet = getattr(getattr(torch.ops, func.namespace), func.overloadpacket.__name__.rstrip("_"))
         outs = [getattr(packet, overload).name() for overload in packet.overloads() if "out" in overload]
-        # That of others, gradients of views among them, is made of the operator itself.
+        # The ``out`` form of others, for example gradients of views, is made of the operator itself.
         return not any(
             has(name, key) for name in outs for key in ("PrivateUse1", "CompositeExplicitAutograd")
         )
@@ -202,7 +202,7 @@ def _falls_back(func: Any) -> bool:
 
 
 def _printed(original: Any) -> Any:
-    """Wrap torch's printing, which switches modes off, to print the values of NPU tensors from the host."""
+    """Wrap torch's printing, which disables modes, so that it prints values of NPU tensors from the host."""
 
     @functools.wraps(original)
     def print_tensor(tensor: Any, **more: Any) -> Any:
@@ -215,7 +215,7 @@ _mode: StandIn | None = None
 
 
 def start() -> None:
-    """Give NPU tensors values from now on, in this thread and in those that autograd starts for it."""
+    """Compute values of NPU tensors from now on, in this thread and in autograd threads started for it."""
     global _mode
     if _mode is None:
         import torch_npu  # noqa: F401

@@ -1,4 +1,4 @@
-"""Operators that torch has on an NPU alone, or with other outputs there than on a CPU, as CPU code."""
+"""CPU code of operators that torch has only on an NPU, or with other outputs there than on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: Sequence[bool]) -
     grad_a = (out @ right.mT).sum_to_size(left.shape).view(a.shape) if mask[0] else None
     if not mask[1]:
         return grad_a, None
-    if right.dim() == 2:  # one product over all rows, as the weight of a linear layer has it
+    if right.dim() == 2:  # one product over all rows, for example with the weight of a linear layer
         product = left.reshape(-1, left.shape[-1]).mT @ out.reshape(-1, out.shape[-1])
     else:
         product = (left.mT @ out).sum_to_size(right.shape)
@@ -48,7 +48,7 @@ def _cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:
-    """Have mean and reciprocal deviation in fp32, which a CPU has in the input's dtype."""
+    """Return mean and reciprocal deviation in fp32; a CPU has them in the input's dtype."""
     wide = [None if t is None else t.float() for t in (weight, bias)]
     out, mean, deviation = torch.native_layer_norm(x.float(), shape, *wide, eps)
     return out.to(x.dtype), mean, deviation
@@ -58,11 +58,11 @@ def _layer_norm_backward(
     grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Any, bias: Any, mask: Any
 ) -> tuple[Any, ...]:
     wide = [None if t is None else t.float() for t in (weight, bias)]
-    found = torch.ops.aten.native_layer_norm_backward(
+    gradients = torch.ops.aten.native_layer_norm_backward(
         grad.float(), x.float(), shape, mean.float(), rstd.float(), *wide, mask
     )
-    # Gradients of weight and bias leave the device's operator in fp32.
-    return found[0].to(x.dtype) if mask[0] else None, *found[1:]
+    # The device's operator returns gradients of weight and bias in fp32.
+    return gradients[0].to(x.dtype) if mask[0] else None, *gradients[1:]
 
 
 def _gather_backward(grad: Tensor, size: Any, dim: int, index: Tensor, sparse: bool) -> Tensor:
@@ -70,7 +70,7 @@ def _gather_backward(grad: Tensor, size: Any, dim: int, index: Tensor, sparse: b
 
 
 def _dropout(x: Tensor, p: float, train: bool = True) -> tuple[Tensor, Tensor]:
-    """Have the device's form of a mask: bits, in whole blocks of 16 bytes."""
+    """Return the device's form of a mask: bits, in whole blocks of 16 bytes."""
     keep = torch.rand(x.shape) >= p if train else torch.ones(x.shape, dtype=torch.bool)
     blocks = (x.numel() + 127) // 128 * 128
     bits = torch.zeros(blocks, dtype=torch.uint8)
@@ -107,10 +107,10 @@ def _all_gather_mm(
 
 def _mm_reduce_scatter(rows: Tensor, other: Tensor, hcom: str, ranks: int, **unused: Any) -> Tensor:
     product = (rows.float() @ other.float()).to(rows.dtype).contiguous()
-    own = product.new_empty((product.shape[0] // ranks, product.shape[1]))
-    count = ctypes.c_uint64(own.numel())
-    _runtime.stand_in_sum_scatter(hcom.encode(), *_pointers(product, own), count, _HCCL[own.dtype])
-    return own
+    shard = product.new_empty((product.shape[0] // ranks, product.shape[1]))
+    count = ctypes.c_uint64(shard.numel())
+    _runtime.stand_in_sum_scatter(hcom.encode(), *_pointers(product, shard), count, _HCCL[shard.dtype])
+    return shard
 
 
 def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
