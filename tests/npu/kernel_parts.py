@@ -86,7 +86,8 @@ def statistics(tensor: Tensor, layout: str, query: Tensor, key: Tensor) -> Tenso
     """Convert softmax statistics of either layout to ``[tokens, heads, 1]``.
 
     The layouts are ``[batch, kv_heads, length, group]`` and ``[kv_heads, tokens, group]``; ``query`` and
-    ``key`` give the number of heads."""
+    ``key`` give the number of heads.
+    """
     *batch, length, heads, _ = query.shape
     expected = (*batch, key.shape[-2], length, heads // key.shape[-2])
     assert tensor.is_contiguous(), "statistics: not contiguous"
@@ -98,7 +99,7 @@ def statistics(tensor: Tensor, layout: str, query: Tensor, key: Tensor) -> Tenso
 
 
 def selected(name: str, indices: Tensor, sequence: Sequence) -> Tensor:
-    """Return ``[rows, keys]`` bool: each row's first ``min(topk, visible)`` entries, local to the sequence."""
+    """Return ``[rows, keys]`` bool: each row's first ``min(topk, visible)`` entries, sequence-local."""
     visible = sequence.visible
     mask = torch.zeros_like(visible)
     for row, seen in enumerate(visible.sum(-1).tolist()):

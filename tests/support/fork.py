@@ -83,9 +83,9 @@ IMPLEMENTATION = """
 
 
 def write_training(folder: Path) -> None:
-    """Write only ``megatron.training``, beside which an installed ``megatron.core`` is found.
+    """Write only ``megatron.training``, to be used with an installed ``megatron.core``.
 
-    ``megatron`` is a namespace package: this is what a Megatron-LM checkout on the path looks like.
+    ``megatron`` is then a namespace package, as with a Megatron-LM checkout on the path.
     """
     write(folder, "megatron", [name for name in FILES if name.startswith("training/")])
     (folder / "megatron" / "__init__.py").unlink()
@@ -110,7 +110,8 @@ def features_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Write the fork, and make it the root package of sessions.
 
     Yields:
-        What registers a feature on ``core.layers:scale``; features and modules are taken away at the end.
+        A function that registers a feature on ``core.layers:scale``; features and modules are removed at the
+        end.
     """
     root = write(folder)
     monkeypatch.syspath_prepend(folder)

@@ -1,4 +1,4 @@
-"""Gradients of a whole model, whose pieces are spread over ranks."""
+"""Gradients of a whole model, in pieces spread over ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Piece:
     """A part of a tensor that is spread over ranks.
 
     Attributes:
-        name: of the whole tensor.
-        shape: of the whole tensor.
-        place: where the part is in it, for each dimension an index or a slice.
+        name: whole tensor's name.
+        shape: whole tensor's shape.
+        place: index or slice of the part in each dimension of the whole tensor.
         data: the part.
     """
 
@@ -33,46 +33,46 @@ class Piece:
 
 
 def pieces_of_gradients(args: argparse.Namespace, model: Sequence[Any]) -> list[Piece]:
-    """This rank's pieces, by the places that Megatron's checkpoints have for the weights' own."""
+    """Return this rank's pieces, at the places of the weights' pieces in Megatron's checkpoints."""
     from dsa_job import checkpoint
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
     for chunk in model:
         _gather_gradient_shards(chunk)
-    found = []
+    pieces = []
     with _gradients_as_parameters(model):
         state = checkpoint._model_state(list(model), checkpoint._metadata(args))
         apply_factories(state)
         for part in nested_values(state):
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
                 place = part.global_slice()
-                found.append(Piece(part.key, part.global_shape, place, part.data.detach().clone()))
-    return found
+                pieces.append(Piece(part.key, part.global_shape, place, part.data.detach().clone()))
+    return pieces
 
 
 def put_together(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """Tensors put together from the pieces of all ranks.
+    """Assemble tensors from the pieces of all ranks.
 
     Raises:
-        AssertionError: a number of one of them is in no piece, or in several.
+        AssertionError: an element of a tensor is in no piece, or in several.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
     for piece in pieces:
-        if piece.name not in found:
-            found[piece.name] = torch.empty(piece.shape, dtype=piece.data.dtype)
+        if piece.name not in tensors:
+            tensors[piece.name] = torch.empty(piece.shape, dtype=piece.data.dtype)
             times[piece.name] = torch.zeros(piece.shape, dtype=torch.uint8)
-        assert found[piece.name].shape == piece.shape, piece.name
-        found[piece.name][piece.place] = piece.data
+        assert tensors[piece.name].shape == piece.shape, piece.name
+        tensors[piece.name][piece.place] = piece.data
         times[piece.name][piece.place] += 1
     for name, each in times.items():
         assert bool((each == 1).all()), f"{name} is not put together of pieces that are there once"
-    return found
+    return tensors
 
 
 def _gather_gradient_shards(chunk: Any) -> None:
-    """With the distributed optimizer each rank has the reduced gradients of one shard: exchange them."""
+    """Exchange reduced gradients: with the distributed optimizer each rank has one shard of them."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -97,6 +97,6 @@ def _gradients_as_parameters(model: Sequence[Any]) -> Iterator[None]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """What the optimizer is going to use, or this rank's piece of it."""
+    """Return the gradient that the optimizer will use, or this rank's piece of it."""
     gradient = getattr(parameter, "main_grad", parameter.grad)
     return torch.zeros_like(local_of(parameter)) if gradient is None else local_of(gradient)

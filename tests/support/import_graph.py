@@ -1,7 +1,7 @@
-"""What the modules of a package name of each other, read from their sources.
+"""References between the modules of a package, read from their sources.
 
-Imports anywhere in a module count (functions and ``TYPE_CHECKING`` blocks included), and strings that name a
-module, such as the implementations of patches.
+Imports anywhere in a module count (in functions and ``TYPE_CHECKING`` blocks, too), and strings that name a
+module, for example implementations of patches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Reference(NamedTuple):
-    """``importer`` names ``imported``: in a ``string``, of which only the beginning is known if ``open``."""
+    """``importer`` names ``imported``; as a ``string``, of which only the beginning is known if ``open``."""
 
     importer: str
     imported: str
@@ -31,7 +31,7 @@ def _parts(name: str) -> list[str]:
 
 
 class Sources:
-    """The modules of a package below a folder, and what they name of each other."""
+    """Modules of a package below a folder, and their references to each other."""
 
     def __init__(self, folder: Path, package: str) -> None:
         self.package = package
@@ -47,7 +47,7 @@ class Sources:
         return ".".join([self.package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
     def resolve(self, dotted: str) -> str:
-        """Return the module or folder that is, or holds, a dotted name; empty if it is not ours."""
+        """Return the module or folder that is, or contains, a dotted name; empty if it is not ours."""
         while dotted and dotted not in self.files and dotted not in self.folders:
             dotted = dotted.rpartition(".")[0]
         return dotted
@@ -58,7 +58,7 @@ class Sources:
     def _references_of(self, name: str) -> Iterator[Reference]:
         tree = self.trees[name]
         constants = self._constants(name, tree)
-        parts = set()  # of an f-string: they are read as a whole
+        parts = set()  # parts of an f-string, which is read as a whole
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 yield from self._imported(name, node, [alias.name for alias in node.names])
@@ -74,7 +74,7 @@ class Sources:
                 ):
                     dotted = text.partition(":")[0]
                     found = self.resolve(dotted.rstrip("."))
-                    if found != self.package:  # a file's name, a logger's
+                    if found != self.package:  # otherwise a file's or a logger's name
                         yield Reference(name, found, node.lineno, True, not whole and ":" not in text)
 
     def _constants(self, name: str, tree: ast.Module) -> dict[str, str]:
@@ -102,7 +102,7 @@ class Sources:
 
 
 def fold(node: ast.AST, constants: Mapping[str, str]) -> tuple[str, bool]:
-    """The text of a string, or its beginning where the rest is only known when it runs."""
+    """Return the text of a string, or its beginning if the rest is only known at run time."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value, True
     if not isinstance(node, ast.JoinedStr):
@@ -119,22 +119,22 @@ def fold(node: ast.AST, constants: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def upward(sources: Sources, level: Mapping[str, int]) -> list[str]:
-    """References from a room to a higher one, or to another one of the same height.
+    """Return references from a room to a higher one, or to another one of the same height.
 
     Args:
-        sources: of the package.
+        sources: package's sources.
         level: height of each room.
     """
-    found = []
+    problems = []
     for reference in sources.references:
         here, there = sources.room(reference.importer), sources.room(reference.imported)
         if here != there and not level.get(there, 99) < level.get(here, -1):
-            found.append(str(reference))
-    return found
+            problems.append(str(reference))
+    return problems
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one module (Tarjan)."""
+    """Return strongly connected components of more than one module (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

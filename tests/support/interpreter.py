@@ -1,8 +1,8 @@
-"""Triton's interpreter, with less to do for each operation of a kernel.
+"""Triton's interpreter, with less overhead for each operation of a kernel.
 
-Kernels compute on tiny tiles in tests, so that what the interpreter does around each numpy call takes nearly
-all of the time. What it computes and what it checks, overflow of integers included, stay the same; kernels
-take about a third of the time.
+Kernels compute on tiny tiles in tests, so the interpreter's overhead around each numpy call takes nearly all
+of the time. Results and checks, including integer overflow, stay the same; kernels take about a third of the
+time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 
 def speed_up() -> None:
-    """Replace the slowest parts of the interpreter; to be called once, after Triton's import."""
+    """Replace the slowest parts of the interpreter; call once, after Triton's import."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
-        return  # releases before 3.6 are written otherwise, and stay as slow as they are
+        return  # releases before 3.6 have other code, and stay slow
     _search_once_per_launch(interpreter)
     interpreter._get_np_dtype = _dtypes_looked_up(interpreter)
     interpreter._patch_builtin = _called_directly(interpreter)
@@ -35,9 +35,9 @@ def speed_up() -> None:
 
 
 def _search_once_per_launch(interpreter: Any) -> None:
-    """Search ``triton.language`` for functions to replace once per launch, not whenever a function is called.
+    """Search ``triton.language`` for functions to replace once per launch, not at every call of a function.
 
-    What the search finds, and puts back after the launch, stays the same.
+    The functions found, and their restoration after the launch, stay the same.
     """
     patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
     languages = (interpreter.tl, interpreter.tl.core)
@@ -65,9 +65,9 @@ def _search_once_per_launch(interpreter: Any) -> None:
 
 
 def _called_directly(interpreter: Any) -> Callable[..., None]:
-    """Functions to replace are found and wrapped once, not at every launch.
+    """Find and wrap the functions to replace once, not at every launch.
 
-    The original also makes a second dictionary of the keywords whenever one of them is called.
+    The original also copies the keywords whenever one of them is called.
     """
     wrapped: dict[Any, dict[str, tuple[Any, Any]]] = {}
 
@@ -90,7 +90,7 @@ def _called_directly(interpreter: Any) -> Callable[..., None]:
 
 
 def _unwrapped_by_type(core: Any) -> Callable[[Any], Any]:
-    """What is nothing to unwrap, nearly everything, is known by its type."""
+    """Decide by type that a value needs no unwrapping, as nearly all values."""
     original, constant = core._unwrap_if_constexpr, core.constexpr
     plain = {int, float, bool, str, type(None)}
     plain |= {core.tensor, core.dtype, core.block_type, core.pointer_type}
@@ -105,7 +105,7 @@ def _unwrapped_by_type(core: Any) -> Callable[[Any], Any]:
 
 
 def _equal_to_itself(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Types of elements are nearly always the same objects."""
+    """Compare by identity first: element types are nearly always the same objects."""
 
     def equal(self: Any, other: Any) -> bool:
         return self is other or original(self, other)
@@ -114,7 +114,7 @@ def _equal_to_itself(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _broadcast_where_shapes_differ(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands of one shape are returned as they are."""
+    """Return operands of the same shape unchanged."""
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         one, other = lhs.type, rhs.type
@@ -127,7 +127,7 @@ def _broadcast_where_shapes_differ(original: Callable[..., Any]) -> Callable[...
 
 
 def _dtypes_looked_up(interpreter: Any) -> Callable[[Any], Any]:
-    """The original builds its table of types at every call."""
+    """Cache types by dtype; the original builds its table at every call."""
     original, found = interpreter._get_np_dtype, {}
 
     def looked_up(dtype: Any) -> Any:
@@ -140,7 +140,7 @@ def _dtypes_looked_up(interpreter: Any) -> Callable[[Any], Any]:
 
 
 def _shapes_kept(kind: Any) -> Callable[..., None]:
-    """Types of one element type and shape have the attributes of the first; nobody changes them."""
+    """Copy a type's attributes from the first type of the same element type and shape."""
     original = kind.__init__
     kept: dict[Any, dict[str, Any]] = {}
 
@@ -151,14 +151,14 @@ def _shapes_kept(kind: Any) -> Callable[..., None]:
             kept[key] = self.__dict__ if type(self) is kind else dict(self.__dict__)
         if type(self) is kind:
             self.__dict__ = kept[key]
-        else:  # it gets more of its own
+        else:  # it gets more attributes later
             self.__dict__.update(kept[key])
 
     return construct
 
 
 def _types_kept(kind: Any) -> Callable[..., Any]:
-    """Types of the same shape and another element type, made once for each."""
+    """Cache types with the same shape and another element type."""
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
         made = self.__dict__.setdefault("_made", {})
@@ -170,7 +170,7 @@ def _types_kept(kind: Any) -> Callable[..., Any]:
 
 
 def _sizes_kept(original: Callable[..., None]) -> Callable[..., None]:
-    """Shape and size of a tensor are those of the first tensor of its type."""
+    """Copy shape and size of a tensor from the first tensor of its type."""
     of_scalars: dict[str, Any] = {}
 
     def construct(self: Any, handle: Any, type: Any) -> None:
@@ -185,7 +185,7 @@ def _sizes_kept(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _overflow_found_by_numpy(original: Callable[..., None]) -> Callable[..., None]:
-    """One operation in 64 bits in place of seven of the kernel's; the original reports what is found."""
+    """Check overflow by one 64-bit operation instead of seven of the kernel's; the original reports it."""
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def sanitize(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:

@@ -1,4 +1,4 @@
-"""Memory whose coming and going a process's figures must show."""
+"""Memory whose allocation and release a process's figures must show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def fresh_memory(nbytes: int) -> Tensor:
-    """Pages of their own, written to: the allocator may hold freed ones that it would hand out instead.
+    """Return newly mapped and written pages, because the allocator may reuse freed ones.
 
     They are unmapped when the tensor is deleted.
     """

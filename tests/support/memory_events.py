@@ -1,4 +1,4 @@
-"""Events that show what features did during a job: one that does nothing would pass as exact without them."""
+"""Events that prove a feature's work during a job; a feature that does nothing would pass as exact."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ EVENTS = {
     "swap-optimizer": "chunks updated",
     "virtual-optimizer": "steps with moments on the host",
 }
-"""What has to be counted where a feature is on, and nowhere else."""
+"""Events that must be counted where a feature is on, and nowhere else."""
 
 CHUNKED = "rows gathered in chunks"
-"""The same for overlapped tensor parallel communication, under sequence parallelism."""
+"""Event of overlapped tensor parallel communication with sequence parallelism."""
 CHUNKED_SUM = "sums reduced in chunks"
-"""And without."""
+"""Event of overlapped tensor parallel communication without sequence parallelism."""
 MEASURED = "numbers of chunks measured"
-"""And where the number of chunks is left to us."""
+"""Event of a number of chunks that is chosen automatically."""
 STARTED = "all-to-alls started"
-"""The same for the all-to-alls of experts."""
+"""Event of the experts' all-to-alls."""
 ATTENDED = "halves that attended"
-"""The same for layers that are cut before attention."""
+"""Event of layers that are split before attention."""
 MOVED = "experts moved to their tokens"
-"""The same for experts that are computed where their tokens are."""
+"""Event of experts that are computed where their tokens are."""
 GROUPED = "grouped matmuls"
-"""The same for experts whose weights are stacked."""
+"""Event of experts with stacked weights."""
 PERMUTED = "fused permutations"
-"""And for tokens that are permuted by our operator."""
+"""Event of tokens that our operator permutes."""
 PLACED = "routing maps in the order of slots"
-"""And for experts that are not in their own slots."""
+"""Event of experts that are not in their own slots."""
 COUNTED = "routing maps counted"
-"""And for the report of their load."""
+"""Event of the report of the experts' load."""
 GATHERED = "gathers of units' weights"
-"""And for weights that are sharded by FSDP2."""
+"""Event of weights that FSDP2 shards."""
 EXPERTS_GATHERED = "gathers of units' experts"
-"""And for experts that are."""
+"""Event of experts that FSDP2 shards."""
 FUSED_OPERATORS = {
     "rmsnorm": "fused norms",
     "rotary-pos-emb": "fused rotations",
     "swiglu": "fused activations",
     "mask-arithmetic": "fills by mask",
 }
-"""And for each of the fused operators."""
+"""Events of the fused operators."""
 CHUNKS_OF_LOGITS = "losses in chunks of tokens"
-"""And for losses that are computed together with the output projection."""
+"""Event of losses that are computed together with the output projection."""
 WIDER = "norms with wider weights"
-"""And for norms whose weights stay in fp32."""
+"""Event of norms with weights in fp32."""
 REGIONS = "regions run compiled"
-"""And for the parts of a layer that are compiled."""
+"""Event of compiled parts of a layer."""
 BESIDE = "started on the second stream"
-"""And for what runs beside the rest of a layer."""
+"""Event of work that runs concurrently with the rest of a layer."""
 AWAITED = "awaited from the second stream"
-"""And for its results where they are used."""
+"""Event of uses of that work's results."""
 TAKEN = "projections found by indexers"
-"""And for those that an indexer does not compute itself."""
+"""Event of projections that an indexer does not compute itself."""
 WAITED = "weight gradients that waited"
-"""And for backwards that leave their weights' gradients, by chunk and microbatch."""
+"""Event of backwards that defer their weight gradients, by chunk and microbatch."""
 HANDED_ON = "results handed on along a V"
-"""And for the events of DualPipeV's list."""
+"""Event of results passed on in DualPipeV's schedule."""
 HELD = "experts held"
-"""In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
+"""Count of experts in all layers of all ranks, in any job; an expert sliced over two ranks counts twice."""
 
 CAUSES: dict[str, tuple[str, ...]] = {
     **{event: (feature.replace("-", "_"),) for feature, event in EVENTS.items()},
@@ -90,7 +90,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     WAITED: ("split_backward", "dualpipev_dw_detach"),
     HANDED_ON: ("schedules_method",),
 }
-"""Switches of which each alone makes an event happen."""
+"""Switches, any of which makes an event happen."""
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def counted() -> Iterator[Counter[str]]:
     def measured(*args: Any) -> dict[int, float]:
         measure(*args)
         counts[MEASURED] += 1
-        # Several chunks everywhere: at the sizes of tests the fastest would often be what stock does.
+        # Several chunks everywhere: at the sizes of tests the fastest way would often be stock's.
         return {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}
 
     def chosen(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A tiny MLA + DSA + MoE model and its training step, in whatever layout; runs inside the pool's workers."""
+"""A tiny MLA + DSA + MoE model and its training step, in any layout; runs in the pool's workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.model import deterministic_layers, global_names
 
 VOCABULARY = 64
-SEQUENCE = 20  # no other dimension of the model has this size
+SEQUENCE = 20  # unique among the model's dimensions
 WITHOUT_EXPERTS = {
     "num_moe_experts": None,
     "moe_layer_freq": 1,
@@ -31,7 +31,7 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 LAYERS = deterministic_layers(ffn_hidden_size=64, params_dtype=torch.float32, pipeline_dtype=torch.float32)
-"""What layers of any kind have."""
+"""Configuration of layers of any kind."""
 LATENT: dict[str, Any] = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -44,7 +44,7 @@ LATENT: dict[str, Any] = {
     "rope_type": "rope",
     "qk_layernorm": True,
 }
-"""Latent attention; a value head has the size of a query's part without positions."""
+"""Latent attention; a value head is as wide as a query's part without positions."""
 DSA: dict[str, Any] = {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_n_heads": 4,
@@ -57,7 +57,7 @@ DSA_ON = {"experimental_attention_variant": "dsa"}
 
 
 def error_of(case: str, **arguments: Any) -> str:
-    """What a case that is expected to fail says; keeps the pool's workers alive, unlike a failed case."""
+    """Return the error of a case that is expected to fail, without ending the pool's workers."""
     module, _, name = case.partition(":")
     try:
         getattr(import_module(module), name)(**arguments)
@@ -75,7 +75,7 @@ def start(
     cp: int = 1,
     etp: int | None = None,
 ) -> None:
-    """Features on, Megatron's process groups and generators ready."""
+    """Enable features, and prepare Megatron's process groups and generators."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(**{**DSA_ON, **(switches or {})})
@@ -93,7 +93,7 @@ def start(
 
 
 def config(**overrides: Any) -> Any:
-    """DeepSeek-V3.2's shape in miniature: first layer dense, then experts and a shared expert."""
+    """Return a miniature of DeepSeek-V3.2: first layer dense, then experts and a shared expert."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     layers = overrides.get("num_layers", 2)
@@ -107,16 +107,16 @@ def config(**overrides: Any) -> Any:
         **DSA,
     }
     if "transformer_impl" not in MLATransformerConfig.__dataclass_fields__:
-        values.pop("transformer_impl")  # before 0.13 it is a matter of the specification alone
+        values.pop("transformer_impl")  # before 0.13 only the specification decides
     return MLATransformerConfig(**{**values, **overrides})
 
 
 def ends(vocabulary: int = VOCABULARY, length: int = SEQUENCE, **where: Any) -> dict[str, Any]:
-    """Keywords of ``GPTModel``: what it reads and predicts, and whether this stage does.
+    """Return keywords of ``GPTModel`` for its inputs and outputs on this stage.
 
     Args:
-        vocabulary: tokens that there are.
-        length: of a sequence.
+        vocabulary: number of tokens.
+        length: sequence length.
         **where: keywords of ``is_pipeline_first_stage`` and ``is_pipeline_last_stage``.
     """
     from megatron.core import parallel_state
@@ -131,7 +131,7 @@ def ends(vocabulary: int = VOCABULARY, length: int = SEQUENCE, **where: Any) -> 
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
-    """One pipeline chunk with weights that depend on their names alone, never on the layout."""
+    """Build one pipeline chunk with weights that depend only on their names, never on the layout."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
@@ -154,12 +154,12 @@ def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
 
 
 def freeze(chunk: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Return the chunk, whose module of that name, if it has one, does not learn."""
+    """Freeze the chunk's module of that name, if it has one; return the chunk."""
     module = getattr(chunk, name, None) if name else None
     if module is not None:
         module.requires_grad_(False)
         for parameter in module.parameters():
-            parameter.main_grad = parameter.detach()  # data parallelism gives it none
+            parameter.main_grad = parameter.detach()  # DDP gives a frozen parameter none
     return chunk
 
 
@@ -174,7 +174,7 @@ def fill_by_name(model: torch.nn.Module) -> None:
 
 
 def shard(name: str, full: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """This tensor parallel rank's part of a full weight."""
+    """Return this tensor parallel rank's part of a full weight."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -196,7 +196,7 @@ def _full_shape(parameter: torch.nn.Parameter) -> list[int]:
 
 
 def samples(count: int, seed: int = 0) -> Tensor:
-    """``[count, SEQUENCE + 1]`` token ids."""
+    """Return ``[count, SEQUENCE + 1]`` token ids."""
     return torch.randint(0, VOCABULARY, (count, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
 
 
@@ -204,14 +204,15 @@ def loss_of(cfg: Any, loss_mask: Tensor, output: Tensor) -> Any:
     total, count = (output.float() * loss_mask).sum(), loss_mask.sum().to(torch.int)
     if cfg.calculate_per_token_loss:
         return total, count, {"lm loss": torch.stack([total.detach(), count])}
-    # The schedule multiplies by the context parallel ranks, whose sums are divided by all their tokens.
+    # The schedule multiplies by the number of context parallel ranks, whose sums are divided by all their
+    # tokens.
     mean = total / (count * SEQUENCE / loss_mask.size(1))
     # The schedule divides the loss in place.
     return mean, {"lm loss": mean.detach().clone()}
 
 
 def own_positions(length: int | None = None) -> Tensor:
-    """Where a context parallel rank's rows lie in a sequence: chunks ``r`` and ``2c - 1 - r`` of ``2c``."""
+    """Return this context parallel rank's positions: chunks ``r`` and ``2c - 1 - r`` of ``2c``."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size()
@@ -223,10 +224,10 @@ def own_positions(length: int | None = None) -> Tensor:
 
 
 def per_token_loss(model: Any, tokens: Tensor) -> Tensor:
-    """``[batch, SEQUENCE]``, of which a context parallel rank has its rows; on the last pipeline stage."""
-    own = own_positions()
-    labels = tokens[:, 1:][:, own]
-    return model(tokens[:, own], own.expand(tokens.size(0), -1), None, labels=labels)
+    """Return losses ``[batch, SEQUENCE]``, a context parallel rank's rows of them; on the last stage."""
+    positions = own_positions()
+    labels = tokens[:, 1:][:, positions]
+    return model(tokens[:, positions], positions.expand(tokens.size(0), -1), None, labels=labels)
 
 
 def forward_step(cfg: Any, iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -238,7 +239,7 @@ def forward_step(cfg: Any, iterator: Any, model: Any) -> tuple[Tensor, Callable[
 def train_step(
     cfg: Any, chunks: list[Any], microbatches: list[Tensor], ddp: Mapping[str, Any] | None = None
 ) -> Any:
-    """One pass of Megatron's own schedule and gradient finalisation; gradients lie in ``main_grad``."""
+    """Run Megatron's own schedule and gradient finalization once; gradients are in ``main_grad``."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -272,13 +273,13 @@ def _forward_step_of(
 
 
 def gradients(chunks: list[Any], only: str = "") -> dict[str, Tensor]:
-    """Finished gradients of what is trained by global name; those of one tensor parallel rank."""
-    found = {}
+    """Return finished gradients of trained parameters by global name, for one tensor parallel rank."""
+    finished = {}
     for chunk in chunks:
         for name, parameter in global_names(chunk).items():
             if only in name and parameter.requires_grad:
-                found[name] = parameter.main_grad.detach().clone()
-    return found
+                finished[name] = parameter.main_grad.detach().clone()
+    return finished
 
 
 def run(
@@ -292,7 +293,7 @@ def run(
     sequence_parallel: bool = True,
     **layout: Any,
 ) -> dict[str, Any]:
-    """A whole training step; returns losses and gradients."""
+    """Run a whole training step; return losses and gradients."""
     start(switches, **layout)
     from megatron.core import parallel_state
 
@@ -320,7 +321,7 @@ def run(
 
 
 def split_dimensions(chunks: list[Any]) -> dict[str, int | None]:
-    """Along which dimension tensor parallelism splits a parameter."""
+    """Return the dimension along which tensor parallelism splits each parameter."""
     return {
         name: parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
         for chunk in chunks
@@ -329,7 +330,7 @@ def split_dimensions(chunks: list[Any]) -> dict[str, int | None]:
 
 
 def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Whole gradients from those of all tensor (or pipeline) parallel ranks; copies must agree."""
+    """Assemble whole gradients from all tensor (or pipeline) parallel ranks; copies must agree."""
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank["gradients"]):
         parts = [rank["gradients"][name] for rank in ranks if name in rank["gradients"]]
@@ -347,14 +348,14 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def losses_of(found: Mapping[str, Any]) -> list[float]:
-    """The losses of a step that :func:`run` returned."""
+    """Return the losses of a step that :func:`run` returned."""
     return [float(loss) for loss in found["losses"]]
 
 
 def assert_same_gradients(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-4
 ) -> None:
-    """Every parameter's gradient, to a share of its own largest entry."""
+    """Compare every parameter's gradient, relative to its own largest entry."""
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = rtol * float(gradient.abs().max())

@@ -1,4 +1,4 @@
-"""One MoE layer of Megatron's local specification and its training step; runs inside the pool's workers."""
+"""One MoE layer of Megatron's local specification and its training step; runs in the pool's workers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "main_grad, shared weight": {"fusion": True, "tied": True},
     "no gradients": {"graph": False},
 }
-"""What a feature of the dispatch serves as stock does: arguments of its case, and of :func:`config`."""
+"""Cases that a dispatch feature must serve like stock: arguments of the case, and of :func:`config`."""
 
 
 def config(tp: int = 1, ep: int = 1, **overrides: Any) -> Any:
-    """``model.config`` of a plain transformer's MoE layer: four experts, two of them for a token."""
+    """Return ``model.config`` of a plain transformer's MoE layer: four experts, two per token."""
     return model.config(
         **{
             "num_layers": 1,
@@ -56,7 +56,7 @@ def config(tp: int = 1, ep: int = 1, **overrides: Any) -> Any:
 
 
 def layer(cfg: Any) -> Any:
-    """A layer whose weights depend on their names alone; experts are numbered through all ranks."""
+    """Build a layer with weights that depend only on their names; experts are numbered across ranks."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -82,12 +82,12 @@ def _split(name: str, parameter: Any) -> bool:
 
 
 def by_name(built: Any, of: Callable[[torch.nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-    """What ``of`` says of each parameter, with experts by their number among all of them.
+    """Apply ``of`` to each parameter; return results by name, with experts numbered across ranks.
 
-    The names are those of a layer with ``SequentialMLP``; what belongs to a stack of experts is cut.
+    The names are a ``SequentialMLP`` layer's; values of stacked experts are split.
     """
     first = built.local_expert_indices[0]
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, parameter in built.named_parameters():
         value = of(parameter)
         stacked = re.fullmatch(r"experts\.mlp\.(\w+)\.weight", name)
@@ -98,19 +98,19 @@ def by_name(built: Any, of: Callable[[torch.nn.Parameter], Tensor | None]) -> di
             names = [
                 f"experts.local_experts.{index + first}.{stacked[1]}.weight" for index in range(len(matrices))
             ]
-            found.update(zip(names, matrices, strict=True))
+            values.update(zip(names, matrices, strict=True))
         else:
-            found[re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first), name)] = value
-    return found
+            values[re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first), name)] = value
+    return values
 
 
 def named_parameters(built: Any) -> dict[str, Tensor]:
-    """The parameters themselves; of a stack of experts, views of it."""
+    """Return the parameters themselves; views of stacked experts."""
     return by_name(built, lambda parameter: parameter)
 
 
 def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[rows, batch, hidden]``, the same for the same seed."""
+    """Return ``[rows, batch, hidden]``, the same for the same seed."""
     noise = torch.Generator().manual_seed(seed)
     return torch.randn(rows, batch, HIDDEN, generator=noise).to(dtype)
 
@@ -118,12 +118,12 @@ def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.floa
 def train(
     built: Any, inputs: Sequence[Tensor], before_backward: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """Forward of all microbatches, then their backward in the same order, as a pipeline's warmup has it.
+    """Run forward of all microbatches, then their backward in the same order, like a pipeline's warmup.
 
     Args:
-        built: the layer.
-        inputs: of the microbatches, each ``[rows, batch, hidden]``.
-        before_backward: called once all forwards are done.
+        built: layer to run.
+        inputs: inputs ``[rows, batch, hidden]`` of each microbatch.
+        before_backward: function called after all forwards.
 
     Returns:
         ``outputs`` and ``inputs`` (gradients) by microbatch, ``weights`` (gradients) by name.
@@ -144,7 +144,7 @@ def train(
 
 @contextmanager
 def transfers() -> Iterator[list[str]]:
-    """Events: an all-to-all's launch, and its wait."""
+    """Yield events: an all-to-all's launch, and its wait."""
     events: list[str] = []
     send = InFlight.send
 
@@ -160,7 +160,7 @@ def transfers() -> Iterator[list[str]]:
 
 
 def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = 1e-5) -> None:
-    """Outputs and all gradients, each to a share of its own largest entry."""
+    """Compare outputs and all gradients, each relative to its own largest entry."""
     assert ours["weights"].keys() == theirs["weights"].keys()
     pairs = {name: (ours["weights"][name], theirs["weights"][name]) for name in theirs["weights"]}
     for kind in ("outputs", "inputs"):
@@ -177,7 +177,7 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float 
 def assert_as_stock(
     name: str, run: Mapping[str, Any], found: Mapping[str, Any], transfers: int, rtol_bf16: float
 ) -> None:
-    """A run of :data:`LAYERS`: results, whether gradients were fused, and transfers of each pass."""
+    """Check a run of :data:`LAYERS`: results, whether gradients were fused, and transfers of each pass."""
     ours = found["ours"]
     assert_same(ours, found["theirs"], rtol=rtol_bf16 if "bf16" in name else 1e-5)
     fused = [weight for weight in ours["weights"] if "experts." in weight and "True" in weight]
@@ -189,7 +189,7 @@ def assert_as_stock(
 def assert_refused(
     feature: Feature, served: Mapping[str, Any], arguments: Mapping[str, Any], flag: str, words: str
 ) -> None:
-    """One sentence about what differs from served arguments, which begins with the flag."""
+    """Check that arguments give one problem, which begins with the flag, and served arguments none."""
     (problem,) = feature.problems(Namespace(**{**served, **arguments}))
     assert problem.startswith(flag)
     assert words in problem

@@ -1,8 +1,8 @@
-"""Watching a job from within: gradients of its first and last step, and every choice of routers and indexers.
+"""Observation of a job: gradients of its first and last step, and every choice of routers and indexers.
 
-Choices can be forced as well, which takes ties out of a comparison, and a wrong gradient can be planted,
-which shows that a comparison notices one. An indexer chooses twice: which keys a row attends to, and, by the
-sign of each head's product with a key, whether the ReLU passes that head's gradient on.
+Choices can be forced, which removes ties from a comparison. A wrong gradient can be planted, which shows that
+a comparison notices one. An indexer chooses twice: the keys that a row attends to, and, by the sign of each
+head's product with a key, whether the ReLU passes that head's gradient on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from tests.support.contexts import running
 from tests.support.gradient_pieces import Piece, pieces_of_gradients
 
 Key = tuple[str, int]
-"""``("topk", layer)``, ``("sign", layer)`` or ``("router", layer)``; layers count from 1 as Megatron's."""
+"""``("topk", layer)``, ``("sign", layer)`` or ``("router", layer)``; layers count from 1 as in Megatron."""
 
 Choices = dict[Key, npt.NDArray[np.bool_]]
-"""What was chosen, over all microbatches of all steps: for ``topk`` ``[microbatch, batch, query, key]``,
-the keys that a query attends to; for ``sign`` ``[microbatch, batch, query, topk, head]``, whether the product
-of an index head's query and each of these keys, in ascending order, is positive; for ``router``
-``[microbatch, batch, token, expert]``."""
+"""Choices over all microbatches of all steps.
+
+``topk``: ``[microbatch, batch, query, key]``, the keys that a query attends to. ``sign``: ``[microbatch,
+batch, query, topk, head]``, whether the product of an index head's query and each of these keys, in ascending
+order, is positive. ``router``: ``[microbatch, batch, token, expert]``.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong gradient: that of every parameter whose name ends so is multiplied, in every step."""
+    """Wrong gradients: those of every parameter with this ending are multiplied, in every step."""
 
     parameter: str
     factor: float
 
 
 class Observer:
-    """Attached to a job's stepper before its first step.
+    """Observer that is attached to a job's stepper before its first step.
 
     Args:
-        args: the job's arguments.
-        gradients: whether to keep those of the first and the last step, in ``self.gradients``.
-        forced: choices for the whole batch, to be made instead of the model's own.
-        fault: a gradient to spoil.
-        signs: whether to note the signs of indexers' products.
+        args: job's arguments.
+        gradients: whether to keep gradients of the first and the last step, in ``self.gradients``.
+        forced: choices for the whole batch, to replace the model's own.
+        fault: gradient to spoil.
+        signs: whether to record the signs of indexers' products.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Observer:
 
     @property
     def rows(self) -> dict[Key, npt.NDArray[np.int64]]:
-        """``[microbatch, row]``: where the rows of this context parallel rank lie in the whole sequence."""
+        """Positions ``[microbatch, row]`` of this context parallel rank's rows in the whole sequence."""
         return {key: np.stack(calls) for key, calls in self._rows.items()}
 
     def attach(self, stepper: Any) -> None:
@@ -131,31 +133,33 @@ class Observer:
     def _watch_indexer(self, indexer: Any, key: Key) -> None:
         original, compute = indexer.forward_with_scores, indexer._compute_index_scores
         projected: list[Tensor] = []
-        # Of the call that is running, if they are forced: the chosen keys, and their signs.
-        given: list[Tensor] = []
+        # For the running call, if choices are forced: the selected keys, and their signs.
+        forced: list[Tensor] = []
 
         def compute_scores(query: Tensor, weights: Tensor, index_key: Tensor) -> Any:
             projected[:] = query.detach().transpose(0, 1), index_key.detach().transpose(0, 1)
-            if len(given) == 2:
-                return _scores_with_signs(query, weights, index_key, *given)
+            if len(forced) == 2:
+                return _scores_with_signs(query, weights, index_key, *forced)
             return compute(query, weights, index_key)
 
         def forward_with_scores(*args: Any, **kwargs: Any) -> Any:
             signs = ("sign", key[1])
-            given.clear()
+            forced.clear()
             if self._forced is not None:
                 names = (key, signs) if signs in self._forced else (key,)
-                given[:] = [torch.from_numpy(self._next_forced(name, args[0].shape[1])) for name in names]
+                forced[:] = [torch.from_numpy(self._next_forced(name, args[0].shape[1])) for name in names]
             scores, indices = original(*args, **kwargs)
-            if given:
-                # [batch, query, key] -> [batch, query, topk]; rows with fewer visible keys than topk are
-                # filled up with future ones, which the caller masks, as it does with the model's own
-                indices = given[0].float().topk(indices.shape[-1], dim=-1).indices
+            if forced:
+                # [batch, query, key] -> [batch, query, topk]. Rows with fewer visible keys than topk are filled
+                # up with future keys, which the caller masks, as in the model's own selection.
+                indices = forced[0].float().topk(indices.shape[-1], dim=-1).indices
             keys, topk = scores.shape[-1], indices.shape[-1]
-            chosen = selected_keys(indices, keys, self._own_rows(keys))
-            self._note(key, chosen)
+            selection = selected_keys(indices, keys, self._own_rows(keys))
+            self._note(key, selection)
             if self._signs:
-                positive = given[1] if len(given) == 2 else products(*projected, in_order(chosen, topk)) > 0
+                positive = (
+                    forced[1] if len(forced) == 2 else products(*projected, in_order(selection, topk)) > 0
+                )
                 self._note(signs, positive)
             return scores, indices
 
@@ -165,7 +169,7 @@ class Observer:
 
     @contextlib.contextmanager
     def watching_fused_indexers(self) -> Iterator[None]:
-        """Fused DSA's choices are made in functions of its own, for all layers."""
+        """Watch the functions in which fused DSA makes the choices of all layers."""
         from mindspeed_dsa.features.dsa import core_attention, megatron_parts, sparse_attention
 
         attend, layer = core_attention.attend, 0
@@ -173,9 +177,9 @@ class Observer:
         def attend_in_layer(call: Any) -> Tensor:
             nonlocal layer
             layer, indexer = call.layer.layer_number, call.layer.indexer
-            if indexer is None:  # attends to what another layer has chosen
+            if indexer is None:  # attends to another layer's selection
                 return attend(call)
-            # The choice is forced and noted here, also where it is left to Megatron's own indexer.
+            # Force and record the choice here, also if Megatron's own indexer makes it.
             with mock.patch.object(indexer, "forward_with_scores", _plain(indexer)):
                 return attend(call)
 
@@ -188,16 +192,16 @@ class Observer:
                     batch, rows = selection.topk_indices.shape[:2]
                     if signs in self._forced:
                         positive = torch.from_numpy(self._next_forced(signs, batch, rows))
-                    given = torch.from_numpy(self._next_forced(key, batch, rows))
-                    given = given[..., : selection.inputs.key.shape[1]]
-                    selection = _chosen_instead(selection, given, positive)
+                    forced = torch.from_numpy(self._next_forced(key, batch, rows))
+                    forced = forced[..., : selection.inputs.key.shape[1]]
+                    selection = _chosen_instead(selection, forced, positive)
                 query, index_key = selection.inputs.query.detach(), selection.inputs.key.detach()
                 keys, topk = index_key.shape[1], selection.topk_indices.shape[-1]
                 positions = self._own_rows(keys)[-query.shape[1] :]
-                chosen = selected_keys(selection.topk_indices, keys, positions)
-                self._note(key, chosen)
+                selected = selected_keys(selection.topk_indices, keys, positions)
+                self._note(key, selected)
                 if self._signs and positive is None:
-                    positive = products(query, index_key, in_order(chosen, topk)) > 0
+                    positive = products(query, index_key, in_order(selected, topk)) > 0
                 if positive is not None:
                     self._note(signs, positive)
                 return selection
@@ -228,7 +232,7 @@ class Observer:
         router.routing = routing
 
     def _own_rows(self, length: int) -> Tensor:
-        """Positions of this context parallel rank's rows in the sequence, or in the pack that is running."""
+        """Return positions of this context parallel rank's rows in the sequence, or in the running pack."""
         from mindspeed_dsa.context_parallel.packs import layout_of
         from mindspeed_dsa.features.attention.packs import delivery
 
@@ -242,13 +246,13 @@ class Observer:
 
     @property
     def _parts_of_a_sequence(self) -> int:
-        """How many ranks share the rows outside of attention."""
+        """Number of ranks that share the rows outside of attention."""
         assert self.place is not None
         tensor = self._args.tensor_model_parallel_size if self.place.sequence_parallel else 1
         return int(self.place.context_size * tensor)
 
     def _note(self, key: Key, chosen: Tensor) -> None:
-        """Note choices of a microbatch; those of its halves come in two calls."""
+        """Record choices of a microbatch; choices of its halves come in two calls."""
         if _recomputing():
             return
         if _is_half():
@@ -261,15 +265,15 @@ class Observer:
         self._rows[key].append(self._own_rows(chosen.shape[1] * parts).numpy())
 
     def _next_forced(self, key: Key, batch: int = 0, rows: int = 0, tokens: int = 0) -> npt.NDArray[np.bool_]:
-        """This rank's part of the choices for the microbatch at hand, or for a half of it.
+        """Return this rank's part of the choices for the current microbatch, or for a half of it.
 
-        A layer sees the microbatches in their order, and recomputes them in the same order.
+        A layer sees the microbatches in order, and recomputes them in the same order.
 
         Args:
-            key: what chooses.
+            key: choosing module.
             batch: sequences of the call, if it may be a half of them.
-            rows: of each sequence, likewise.
-            tokens: of a router's call; that of the second half chooses for both.
+            rows: rows of each sequence, likewise.
+            tokens: tokens of a router's call; the second half's call chooses for both.
         """
         assert self._forced is not None
         assert self.place is not None
@@ -277,22 +281,22 @@ class Observer:
         first = _is_half() and key not in self._first_halves
         call = self._uses[use]
         self._uses[use] += not first
-        chosen = self._forced[key][call * self.place.data_size + self.place.data]
-        # Rows of padding, which one process does not have, choose nothing.
-        widths = [(0, 0)] * chosen.ndim
+        choices = self._forced[key][call * self.place.data_size + self.place.data]
+        # Padding rows, which a single process lacks, choose nothing.
+        widths = [(0, 0)] * choices.ndim
         for axis in (1, 2) if key[0] == "topk" else (1,):
-            widths[axis] = (0, self._args.seq_length - chosen.shape[axis])
-        chosen = np.pad(chosen, widths)
-        own = self._rows[key][call] if _recomputing() else self._own_rows(chosen.shape[1]).numpy()
-        chosen = chosen[:, own]
+            widths[axis] = (0, self._args.seq_length - choices.shape[axis])
+        choices = np.pad(choices, widths)
+        positions = self._rows[key][call] if _recomputing() else self._own_rows(choices.shape[1]).numpy()
+        choices = choices[:, positions]
         if key[0] == "router" and self.place.sequence_parallel:
-            length = chosen.shape[1] // self._args.tensor_model_parallel_size
-            chosen = chosen[:, self.place.tensor * length :][:, :length]
-        if not _is_half() or tokens == chosen.shape[0] * chosen.shape[1]:
-            return chosen
-        batch = batch or (tokens // chosen.shape[1] or 1)
-        rows = rows or (tokens // batch or chosen.shape[1])
-        return chosen[:batch, :rows] if first else chosen[-batch:, -rows:]
+            length = choices.shape[1] // self._args.tensor_model_parallel_size
+            choices = choices[:, self.place.tensor * length :][:, :length]
+        if not _is_half() or tokens == choices.shape[0] * choices.shape[1]:
+            return choices
+        batch = batch or (tokens // choices.shape[1] or 1)
+        rows = rows or (tokens // batch or choices.shape[1])
+        return choices[:batch, :rows] if first else choices[-batch:, -rows:]
 
     def _before_optimizer(self, model: Sequence[Any]) -> None:
         if self._fault is not None:
@@ -306,25 +310,25 @@ class Observer:
 
 
 class _ForcedRouting:
-    """Takes the place of Megatron's ``RouterReplay`` in a router."""
+    """Replacement for Megatron's ``RouterReplay`` in a router."""
 
     def __init__(self, chosen: Callable[[int], npt.NDArray[np.bool_]]) -> None:
         self._chosen = chosen
 
     def get_replay_topk(self, scores: Tensor, topk: int, *args: Any) -> tuple[Tensor, Tensor]:
-        """``scores`` is ``[token * batch, expert]``; returns the chosen ones and their experts."""
-        chosen = torch.from_numpy(self._chosen(len(scores)))  # [batch, token, expert]
-        indices = chosen.transpose(0, 1).reshape(scores.shape).float().topk(topk, dim=1).indices
+        """Map ``scores`` ``[token * batch, expert]`` to the forced scores and their experts."""
+        experts = torch.from_numpy(self._chosen(len(scores)))  # [batch, token, expert]
+        indices = experts.transpose(0, 1).reshape(scores.shape).float().topk(topk, dim=1).indices
         return scores.gather(1, indices), indices
 
 
 def _plain(indexer: Any) -> Callable[..., Any]:
-    """The indexer's method without what an observer has put in its place."""
+    """Return the indexer's original method, without the observer's replacement."""
     return type(indexer).forward_with_scores.__get__(indexer)
 
 
 def _chosen_instead(selection: Any, chosen: Tensor, positive: Tensor | None) -> Any:
-    """The same selection with other keys, ``[batch, query, key]`` booleans, and with these signs, if any."""
+    """Return the same selection with other keys, ``[batch, query, key]`` bool, and these signs, if any."""
     from mindspeed_dsa.ops.lightning_indexer import selected_scores
 
     indices = in_order(chosen, selection.topk_indices.shape[-1])
@@ -340,38 +344,38 @@ def _chosen_instead(selection: Any, chosen: Tensor, positive: Tensor | None) -> 
 def _scores_with_signs(
     query: Tensor, weights: Tensor, index_key: Tensor, chosen: Tensor, positive: Tensor
 ) -> Tensor:
-    """Megatron's index scores, ``[batch, query, key]``, where the ReLU passes these signs of chosen keys.
+    """Return Megatron's index scores ``[batch, query, key]`` with these signs for the ReLU at chosen keys.
 
     Args:
-        query: ``[query, batch, head, dim]``.
-        weights: ``[query, batch, head]``.
-        index_key: ``[key, batch, dim]``.
-        chosen: ``[batch, query, key]`` booleans.
-        positive: ``[batch, query, topk, head]`` booleans, of the chosen keys in ascending order.
+        query: queries ``[query, batch, head, dim]``.
+        weights: head weights ``[query, batch, head]``.
+        index_key: keys ``[key, batch, dim]``.
+        chosen: selection ``[batch, query, key]`` bool.
+        positive: signs ``[batch, query, topk, head]`` bool, for the chosen keys in ascending order.
     """
-    found = torch.einsum("sbhd,tbd->bsht", query.float(), index_key.float())
-    # One more column takes the entries that name no key.
-    passed = torch.cat([found > 0, torch.zeros_like(found[..., :1], dtype=torch.bool)], dim=-1)
+    dots = torch.einsum("sbhd,tbd->bsht", query.float(), index_key.float())
+    # An additional column takes the empty entries.
+    passed = torch.cat([dots > 0, torch.zeros_like(dots[..., :1], dtype=torch.bool)], dim=-1)
     indices = in_order(chosen, positive.shape[2]).long()
-    columns = indices.where(indices >= 0, found.shape[-1])[:, :, None].expand(-1, -1, found.shape[2], -1)
+    columns = indices.where(indices >= 0, dots.shape[-1])[:, :, None].expand(-1, -1, dots.shape[2], -1)
     passed.scatter_(-1, columns, positive.transpose(-1, -2))
-    return (found * passed[..., :-1] * weights.float().transpose(0, 1)[..., None]).sum(2)
+    return (dots * passed[..., :-1] * weights.float().transpose(0, 1)[..., None]).sum(2)
 
 
 def in_order(chosen: Tensor, topk: int) -> Tensor:
-    """``[batch, query, key]`` booleans to ``[batch, query, topk]`` int32, ascending, -1 at the tail."""
+    """Convert ``[batch, query, key]`` bool to ``[batch, query, topk]`` int32, ascending, -1 at the end."""
     position = torch.arange(chosen.shape[-1], dtype=torch.int32)
     ordered = position.where(chosen, chosen.shape[-1]).sort(dim=-1).values[..., :topk]
     return ordered.masked_fill(ordered == chosen.shape[-1], -1)
 
 
 def products(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
-    """Of each index head's query and the chosen keys, ``[batch, query, topk, head]``; 0 where there is none.
+    """Return products of index heads' queries and chosen keys, ``[batch, query, topk, head]``; 0 if empty.
 
     Args:
-        query: ``[batch, query, head, dim]``.
-        key: ``[batch, key, dim]``.
-        indices: ``[batch, query, topk]``, -1 for none.
+        query: queries ``[batch, query, head, dim]``.
+        key: keys ``[batch, key, dim]``.
+        indices: chosen keys ``[batch, query, topk]``, -1 for empty entries.
     """
     batch = torch.arange(key.shape[0])[:, None, None]
     found = torch.einsum("bqhd,bqkd->bqkh", query, key[batch, indices.clamp_min(0).long()])
@@ -379,23 +383,23 @@ def products(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
 
 
 def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
-    """``[batch, query, topk]`` to booleans ``[batch, query, key]``.
+    """Convert ``[batch, query, topk]`` to bool ``[batch, query, key]``.
 
     Future keys are left out: they pad the rows of queries that see fewer than ``topk`` keys.
 
     Args:
-        topk_indices: of this rank's queries.
-        keys: how many there are.
-        positions: ``[query]``, of the queries among the keys.
+        topk_indices: selected keys of this rank's queries.
+        keys: number of keys.
+        positions: positions ``[query]`` of the queries among the keys.
     """
-    # One more column takes the entries that name no key.
+    # An additional column takes the empty entries.
     selected = torch.zeros(*topk_indices.shape[:2], keys + 1, dtype=torch.bool)
     selected.scatter_(-1, topk_indices.long().where(topk_indices >= 0, keys), True)
     return selected[..., :keys] & (torch.arange(keys) <= positions[:, None])
 
 
 def _is_half() -> bool:
-    """Whether this is called by one of two halves of a microbatch."""
+    """Return whether one of two halves of a microbatch calls this."""
     from mindspeed_dsa.features.moe.batch_overlap.choice import State
 
     context = running("moe-batch-overlap")
@@ -403,7 +407,7 @@ def _is_half() -> bool:
 
 
 def _joined(first: Tensor, second: Tensor, sequences: int) -> Tensor:
-    """Choices of both halves: ``[batch, row, ...]``; a first half of rows sees fewer keys."""
+    """Join choices of both halves, ``[batch, row, ...]``; a first half of rows sees fewer keys."""
     if sequences > 1:
         return torch.cat((first, second))
     missing = second.shape[2] - first.shape[2]
@@ -412,9 +416,9 @@ def _joined(first: Tensor, second: Tensor, sequences: int) -> Tensor:
 
 
 def _recomputing() -> bool:
-    """Whether this runs inside a backward pass, or as a pair's second forward, beside one.
+    """Return whether this runs inside a backward pass, or as a pair's second forward concurrent with one.
 
-    The first forward of what Megatron checkpoints has its mark, too, but no graph.
+    The first forward of a Megatron checkpoint has its mark, too, but no graph.
     """
     from megatron.core.tensor_parallel.random import is_checkpointing
 

@@ -40,7 +40,7 @@ class Job:
 
 
 def build(switches: Mapping[str, Any] | None = None, ep: int = 1, **options: Any) -> Job:
-    """:func:`assemble` with the features that are switched on."""
+    """Start the features and :func:`assemble` the job."""
     start(switches, ep=ep)
     return assemble(ep=ep, **options)
 
@@ -57,10 +57,10 @@ def assemble(
     empty: bool = False,
     fsdp2: bool = False,
 ) -> Job:
-    """Model, DDP and optimizer, after :func:`start`.
+    """Build model, DDP and optimizer, after :func:`start`.
 
     ``empty`` gives the model parameters without elements: the first, one in the middle, the last. ``fsdp2``
-    takes Megatron's wrapper for it in place of DDP.
+    uses Megatron's FSDP2 wrapper in place of DDP.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -85,7 +85,7 @@ def assemble(
             module.register_parameter("empty", torch.nn.Parameter(torch.empty(shape)))
     if precision != "fp32":
         model = Float16Module(cfg, model)
-    if fsdp2:  # which 0.12 has not
+    if fsdp2:  # 0.12 lacks it
         from megatron.core.distributed import (
             TorchFullyShardedDataParallel,
             TorchFullyShardedDataParallelConfig,
@@ -98,10 +98,10 @@ def assemble(
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             use_distributed_optimizer=distributed,
-            # Before 0.14 this is DDP's alone.
+            # Before 0.14 only DDP has this.
             **({"overlap_param_gather": overlap} if takes(OptimizerConfig, "overlap_param_gather") else {}),
             clip_grad=clip,
-            loss_scale=1.0,  # a constant scale, for its check of infinite gradients
+            loss_scale=1.0,  # a constant scale, to enable the check for infinite gradients
             **{"optimizer": "adam", "lr": 2e-3, "weight_decay": 0.1, **types, **(optimizer_options or {})},
         ),
         [model],
@@ -116,13 +116,13 @@ def assemble(
 def step(
     job: Job, number: int, spoil: bool = False, gradients: Callable[[Job, int], list[float]] | None = None
 ) -> dict[str, Any]:
-    """One training step, as Megatron's loop does it.
+    """Run one training step, as in Megatron's loop.
 
     Args:
-        job: what to train.
-        number: of the step; it chooses the samples.
-        spoil: make a gradient infinite.
-        gradients: forms gradients in place of :func:`forward_backward` and returns losses.
+        job: job to train.
+        number: step's number; it selects the samples.
+        spoil: whether to make a gradient infinite.
+        gradients: function that forms gradients in place of :func:`forward_backward` and returns losses.
     """
     losses = (gradients or forward_backward)(job, number)
     if spoil:
@@ -133,7 +133,7 @@ def step(
 
 
 def forward_backward(job: Job, number: int) -> list[float]:
-    """The first part of a step, up to complete gradients; returns the losses."""
+    """Run the first part of a step, up to complete gradients; return the losses."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -155,7 +155,7 @@ def forward_backward(job: Job, number: int) -> list[float]:
 
 
 def drawn_gradients(job: Job, number: int) -> list[float]:
-    """Random gradients of the one rank, for tests of what the optimizer does with any; no losses."""
+    """Fill in random gradients of the only rank, for tests of the optimizer; return no losses."""
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(number)
@@ -173,7 +173,7 @@ def train(
     block: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, from and to a checkpoint ``(way, folder)`` if asked for; returns all there is to compare."""
+    """Train, from and to a checkpoint ``(way, folder)`` if given; return all comparable results."""
     from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
 
     usual = shared_storage.default_block
@@ -190,7 +190,7 @@ def train(
 
 
 def fail_in_the_step(**options: Any) -> dict[str, Any]:
-    """The inner optimizer raises after it has changed nothing; the weights must be weights again."""
+    """Let the inner optimizer raise before any change; return whether weights are weights again."""
     job = build(**options)
     step(job, 0)
     before = state(job)
@@ -212,7 +212,7 @@ def fail_in_the_step(**options: Any) -> dict[str, Any]:
 
 
 def reload(from_state_dict: bool = False, **options: Any) -> dict[str, Any]:
-    """Weights set from outside after two steps, then two more steps; by ``state_dict`` in float32."""
+    """Set weights from outside after two steps, then make two more; with ``state_dict`` in fp32."""
     job = build(**options)
     for number in range(2):
         step(job, number)
@@ -228,7 +228,7 @@ def reload(from_state_dict: bool = False, **options: Any) -> dict[str, Any]:
 
 
 def step_after_undo(switches: Mapping[str, Any]) -> str:
-    """What an optimizer says whose feature was switched off underneath it."""
+    """Return the error of an optimizer whose feature was switched off underneath it."""
     import mindspeed_dsa
 
     job = build(switches)
@@ -243,7 +243,7 @@ def step_after_undo(switches: Mapping[str, Any]) -> str:
 
 
 def error_of_build(**options: Any) -> str:
-    """What building an optimizer that does not combine with the feature says."""
+    """Return the error of building an optimizer that does not combine with the feature."""
     try:
         build(**options)
     except Exception as error:
@@ -252,7 +252,7 @@ def error_of_build(**options: Any) -> str:
 
 
 def state(job: Job) -> dict[str, Any]:
-    """Digests of all weights, master weights and moments of this rank, after the weights were gathered."""
+    """Gather weights; return digests of this rank's weights, master weights and moments."""
     gather(job)
     weights = {name: digest(parameter) for name, parameter in job.model.named_parameters()}
     masters, moments = [], []
@@ -266,13 +266,13 @@ def state(job: Job) -> dict[str, Any]:
 
 
 def gather(job: Job) -> None:
-    """What Megatron's loop does before it saves or evaluates when gathering overlaps the forward pass."""
+    """Gather weights as Megatron's loop does before it saves or evaluates, if gathering overlaps forward."""
     if job.ddp.overlap_param_gather:
         job.model.start_param_sync(force_sync=True)
 
 
 def master_value(part: Any, tensor: Tensor) -> Tensor:
-    """The float32 weight, wherever it is."""
+    """Return the fp32 weight, from its place."""
     from mindspeed_dsa.megatron.optimizer import state_of
 
     shared, swapped = state_of(part, "reuse-fp32-param"), state_of(part, "swap-optimizer")
@@ -282,11 +282,11 @@ def master_value(part: Any, tensor: Tensor) -> Tensor:
 
 
 def places(job: Job) -> dict[str, Any]:
-    """Where state is, as far as its tensors tell.
+    """Return the places of state, as far as its tensors tell.
 
     Returns:
-        ``voided``: every tensor that stands for a master weight reads as NaN and owns nothing;
-        ``moments on the host``: share of the moments' numbers that lie in the pool.
+        ``voided``: whether every tensor in place of a master weight reads as NaN and owns nothing; ``moments
+        on the host``: share of the moments' elements in the pool.
     """
     from mindspeed_dsa.platforms import host_pool
 
@@ -307,13 +307,13 @@ def places(job: Job) -> dict[str, Any]:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of the bytes, of a shard's on this rank."""
+    """Return the SHA-256 digest of a tensor's bytes, or of its shard on this rank."""
     data = local_of(tensor).detach().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def bytes_at_rest(**options: Any) -> dict[str, float]:
-    """Bytes of all live storages and of the pool, gradients excluded, after two steps; and parameters."""
+    """Return bytes of live storages and of the pool, without gradients, after two steps; and parameters."""
     from mindspeed_dsa.platforms import host_pool
 
     before, host = live_bytes(), host_pool.shared.figures().in_use
@@ -332,7 +332,7 @@ def bytes_at_rest(**options: Any) -> dict[str, float]:
 
 
 def legacy_state(switches: dict[str, Any]) -> dict[str, Any]:
-    """Parameter states in the format before February 2024, read after a step."""
+    """Read parameter states in the format from before February 2024, after a step."""
     job = build(switches, distributed=True)
     step(job, 0)
     for part in job.parts:
@@ -352,7 +352,7 @@ def legacy_state(switches: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_memory(switches: dict[str, Any]) -> str:
-    """What building an optimizer says on a host whose memory is full."""
+    """Return the error of building an optimizer on a host whose memory is full."""
     from mindspeed_dsa.platforms import host_pool
 
     with mock.patch.object(host_pool, "host_memory_free", return_value=0):
@@ -366,7 +366,7 @@ TORCH = "torch"  # the old format: state dicts and, for the distributed optimize
 
 
 def save_to(job: Job, way: str, folder: str) -> None:
-    """Save by a ``way``: ``torch``, or the sharding type of the distributed optimizer in torch_dist."""
+    """Save as ``torch``, or by a sharding type of the distributed optimizer in torch_dist."""
     from megatron.core import parallel_state
 
     gather(job)
@@ -382,12 +382,12 @@ def save_to(job: Job, way: str, folder: str) -> None:
     from dsa_job.torch_dist import save_in_this_process
     from megatron.core import dist_checkpointing
 
-    # Megatron's writer needs psutil.
+    # Megatron's writer requires psutil.
     dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, save_in_this_process())
 
 
 def load_from(job: Job, way: str, folder: str, weights_alone: bool = False) -> None:
-    """Load what :func:`save_to` wrote; model first, then optimizer, like Megatron."""
+    """Load the files of :func:`save_to`; model first, then optimizer, as in Megatron."""
     if way == TORCH:
         state = torch.load(_files(folder)[0], weights_only=False)
     else:
@@ -405,7 +405,7 @@ def load_from(job: Job, way: str, folder: str, weights_alone: bool = False) -> N
 
 
 def _files(folder: str) -> tuple[str, str]:
-    """Of this expert parallel rank; like Megatron's, they are written once for all of its replicas."""
+    """Return this expert parallel rank's files; as in Megatron, all of its replicas share them."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_expert_model_parallel_rank()
@@ -414,7 +414,7 @@ def _files(folder: str) -> tuple[str, str]:
 
 def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": way, "chained_optim_avoid_prefix": True}
-    # FSDP2's optimizers know the distributed optimizer's formats.
+    # FSDP2's optimizers take the distributed optimizer's formats.
     fsdp2 = hasattr(job.ddp, "reshard_after_forward")
     if way == PLAIN or not (job.ddp.use_distributed_optimizer or fsdp2):
         metadata.pop("distrib_optim_sharding_type")

@@ -1,4 +1,4 @@
-"""The same training with and without a feature of an optimizer, in several layouts."""
+"""The same training with and without an optimizer's feature, in several layouts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ COMPARED = ("records", "weights", "masters", "moments")
 def layouts(
     quick: Iterable[str], more: Mapping[str, tuple[int, dict[str, Any]]] | None = None
 ) -> Iterator[Any]:
-    """Parameters for pytest: ranks and options of all layouts, those that are not ``quick`` marked full."""
-    chosen = set(quick)
+    """Yield pytest parameters: ranks and options of all layouts, marked full except for ``quick`` ones."""
+    quick_names = set(quick)
     for name, layout in {**LAYOUTS, **(more or {})}.items():
-        yield pytest.param(*layout, id=name, marks=[] if name in chosen else pytest.mark.full)
+        yield pytest.param(*layout, id=name, marks=[] if name in quick_names else pytest.mark.full)
 
 
 def assert_same_training(
     pool: Any, ranks: int, switches: Mapping[str, Any], base: Mapping[str, Any] = OFF, **options: Any
 ) -> list[dict[str, Any]]:
-    """Ten steps with ``base`` and with ``switches``, bit for bit; returns the runs with ``switches``."""
+    """Compare ten steps with ``base`` and ``switches``, bit by bit; return the runs with ``switches``."""
     off = pool.baseline(f"{JOB}:train", ranks, switches=base, **options)
     on = pool.run(f"{JOB}:train", ranks, switches=switches, **options)
     for without, having in zip(off, on, strict=True):
@@ -49,7 +49,7 @@ def assert_same_training(
 
 
 def assert_skipped(run: Mapping[str, Any], skip: int) -> None:
-    """Steps were successful but for one, and clipped."""
+    """Check that all steps except one were successful, and clipped."""
     successful = [record["successful"] for record in run["records"]]
     assert successful == [number != skip for number in range(len(successful))]
     assert all(record["norm"] is None or record["norm"] > 0.5 for record in run["records"]), "clipped"
@@ -58,14 +58,14 @@ def assert_skipped(run: Mapping[str, Any], skip: int) -> None:
 
 LARGER = {
     "overrides": {"hidden_size": 128, "ffn_hidden_size": 512, "moe_ffn_hidden_size": 128},
-    # Buckets of the default size: the padding of many small ones would blur the figures.
+    # Default bucket size: the padding of many small buckets would blur the figures.
     "ddp_options": {"bucket_size": None},
 }
 """A model large enough to count bytes per parameter."""
 
 
 def saved_at_rest(pool: Any, ranks: int, switches: Mapping[str, Any], **options: Any) -> tuple[float, float]:
-    """Bytes per parameter that the device has less at rest, and that the host has more, over all ranks."""
+    """Return bytes per parameter that the device saves at rest, and that the host adds, over all ranks."""
     off = pool.baseline(f"{JOB}:bytes_at_rest", ranks, switches=OFF, **options, **LARGER)
     on = pool.run(f"{JOB}:bytes_at_rest", ranks, switches=switches, **options, **LARGER)
     count = sum(each["parameters"] for each in on)

@@ -1,4 +1,4 @@
-"""Commands on the pages, as tests read them: lines of shell blocks, and flags of training among them."""
+"""Commands on the pages for tests: lines of shell blocks, and training flags among them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DSA = shlex.split(
     "--dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"
 )
 PLUGIN = {"--log-router-load": 0, "--router-load-interval": 1}
-"""Flags of the example plug-in, which its page installs first, and how many values they have."""
+"""Flags of the example plug-in, which its page installs first, to their number of values."""
 UNKNOWN = "(?:unrecognized arguments:.*|^)"
-"""Before a flag that Megatron does not have, in argparse's words and in those of ``doctor``."""
+"""Pattern before a flag that Megatron lacks, in argparse's and in ``doctor``'s words."""
 NO_TRAINING = "megatron.training"
-"""Named by what needs a Megatron-LM where only its core is installed."""
+"""Text in messages about features that need Megatron-LM, if only its core is installed."""
 REFUSED = (
     # flags, releases, an expression for the reason
     ("--context-parallel-algo whole_sequences", "", "is unknown"),  # the page registers it first
@@ -55,12 +55,11 @@ REFUSED = (
     ("--use-torch-fsdp2", "<0.16", "needs megatron-core >=0.16"),
     ("--sft-mask-prompts", "<0.17", "needs megatron-core >=0.17"),
 )
-"""Flags that a page gives and that are refused: with files and hosts that are not here, or in older releases,
-as the page says."""
+"""Flags on pages that are refused: with files and hosts that are missing here, or in older releases."""
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Yield the lines of a page's shell blocks: continued ones joined, comments cut, variables put in."""
+    """Yield lines of a page's shell blocks: lines joined, comments removed, variables substituted."""
     variables: dict[str, str] = {}
     for _, language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language not in ("", "bash"):
@@ -90,13 +89,13 @@ def words_of(text: str) -> list[str]:
 
 
 def flags_of_training(line: str) -> list[str] | None:
-    """Return the flags of a command that trains with Megatron-LM's parser; None of others."""
+    """Return the flags of a command that trains with Megatron-LM's parser, or None."""
     if line.startswith("python -m mindspeed_dsa"):
         line = line.partition(" -- ")[2]
-    found = re.search(r"(?:^|pretrain_gpt\.py|pretrain_gpt_\w+\.sh|^\.\.\.)\s+(--.*|\.\.\. .*|$)", line)
+    match = re.search(r"(?:^|pretrain_gpt\.py|pretrain_gpt_\w+\.sh|^\.\.\.)\s+(--.*|\.\.\. .*|$)", line)
     if line.startswith("--"):
         return words_of(line)
-    return words_of(found[1]) if found and line else None
+    return words_of(match[1]) if match and line else None
 
 
 LINES = {page: list(commands(page)) for page in PAGES}
@@ -108,7 +107,7 @@ TRAINING = list(
 
 
 def beginning(*starts: str) -> list[str]:
-    """Return the commands of all pages that begin so, each once, without the beginning."""
+    """Return the commands of all pages with these beginnings, each once, without the beginning."""
     found = (line for lines in LINES.values() for line in lines)
     return list(
         dict.fromkeys(
@@ -118,7 +117,7 @@ def beginning(*starts: str) -> list[str]:
 
 
 def jobs() -> Iterator[tuple[str, list[str]]]:
-    """Yield each block of training flags as one line, and the flags of a whole small job with it."""
+    """Yield each block of training flags as one line, and its flags combined with a small job's."""
     for flags in TRAINING:
         if "--accept-mindspeed-flags" not in flags:
             line = " ".join(flags)
@@ -127,12 +126,12 @@ def jobs() -> Iterator[tuple[str, list[str]]]:
 
 
 def wrong_answers(line: str, release: str, found: list[str], core_only: bool = True) -> list[str]:
-    """Return how a release's answer to a block differs from the page.
+    """Return the differences between a release's answer to a block and the page.
 
     Args:
         line: flags of the block.
-        release: number of the Megatron-LM that was asked.
-        found: reasons for which it refuses them.
+        release: version of the Megatron-LM that answered.
+        found: reasons for which it refuses the flags.
         core_only: whether only Megatron's core is installed.
     """
     wanted = [said for given, on, said in REFUSED if given in line and SpecifierSet(on).contains(release)]

@@ -1,4 +1,4 @@
-"""Processes that play the ranks of a distributed job, reused from case to case.
+"""Reusable processes that run the ranks of a distributed job.
 
 Starting Python, torch and Megatron takes longer than most cases. One process has imported them
 (``pool_server.py``); a pool forks up to ``size`` workers from it when they are first needed and keeps them::
@@ -8,16 +8,16 @@ Starting Python, torch and Megatron takes longer than most cases. One process ha
 runs ``train(argv=[...])`` from module ``tests.support.example_job`` in four processes and returns the four
 results, in the order of their ranks. In each process
 
-* a gloo process group over these ranks exists already, its keys apart from other cases', and ``RANK``,
+* a gloo process group over these ranks exists already, its keys separate from other cases', and ``RANK``,
   ``WORLD_SIZE`` and ``LOCAL_RANK`` are set as torchrun sets them;
 * torch uses one thread;
 * nothing of an earlier case is left: Megatron's groups, buffers, trackers and generators, the features of
   ``mindspeed_dsa`` and the process group are gone (``worker.forget_everything``).
 
-Arguments and results travel by pickle, so the function is named by a dotted path and results are plain
-data, arrays or tensors on the CPU. When a rank raises, dies or does not answer in time, the case fails with
-:class:`CaseError`: traceback of every rank that raised, the Python stack of every rank that hangs, and the
-last lines that each of them printed. The workers are then replaced, so the next case starts afresh.
+Arguments and results are pickled, so the function is given by a dotted path, and results are plain data,
+arrays or tensors on the CPU. When a rank raises, dies or does not answer in time, the case fails with
+:class:`CaseError`. It has the traceback of every rank that raised, the Python stack of every rank that hangs,
+and the last lines that each of them printed. The workers are then replaced, so the next case starts afresh.
 
 The fixture ``pool`` is one pool for all tests that a pytest process runs.
 """
@@ -52,19 +52,19 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a count of devices leaves CUDA usable after a fork
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting devices leaves CUDA usable after a fork
     "PYTHONUNBUFFERED": "1",
 }
-_GRACE_S = 10.0  # for the other ranks to answer after one has failed
+_GRACE_S = 10.0  # for the other ranks to answer after a failure
 _LOG_TAIL = 2000  # characters
 
 
 class CaseError(Exception):
-    """A case did not end well on every rank; the message says what each of them did."""
+    """A case failed on a rank; the message has the state of every rank."""
 
 
 class _Server:
-    """What all pools of this process fork their workers from."""
+    """Process from which all pools of this process fork their workers."""
 
     def __init__(self) -> None:
         paths = os.pathsep.join(filter(None, sys.path))
@@ -97,13 +97,13 @@ class _Worker:
     exit_code: int | None = None
 
     def end(self) -> int:
-        """Wait until it has ended; its exit code."""
+        """Wait until the worker has exited; return its exit code."""
         if self.exit_code is None:
             self.exit_code = _server().ask(wait=self.pid)
         return self.exit_code
 
     def printed(self) -> str:
-        """What the worker printed in this case, the last part of it."""
+        """Return the last part of the worker's output in this case."""
         with open(self.log, "rb") as file:
             file.seek(self.log_start)
             text = file.read().decode(errors="replace").strip()
@@ -114,7 +114,7 @@ class WorkerPool:
     """Up to ``size`` reusable worker processes; a context manager.
 
     Args:
-        size: the largest world size that :meth:`run` takes.
+        size: largest world size for :meth:`run`.
     """
 
     def __init__(self, size: int = 8) -> None:
@@ -135,25 +135,25 @@ class WorkerPool:
         """Call ``function(**arguments)`` on ``world_size`` ranks and return their results by rank.
 
         Args:
-            function: ``"package.module:name"``, importable in a fresh process.
+            function: path ``"package.module:name"``, importable in a fresh process.
             world_size: number of ranks, at most ``size``.
-            timeout_s: seconds until ranks that have not answered count as hanging.
-            **arguments: the same for every rank; the function reads its rank from ``torch.distributed``.
+            timeout_s: seconds until ranks without an answer count as hanging.
+            **arguments: keyword arguments, the same for every rank; ``torch.distributed`` gives the rank.
 
         Raises:
-            CaseError: any rank raised, died or hung; the workers have been replaced.
-            ValueError: more ranks than the pool has.
+            CaseError: a rank raised, died or hung; the workers have been replaced.
+            ValueError: the pool has fewer workers than ranks.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"this pool has {self.size} workers at most; {world_size} ranks were asked for")
         self._start(world_size)
         workers = self._workers[:world_size]
         number = next(self._count)
-        for rank, each in enumerate(workers):
-            each.log_start = each.log.stat().st_size
+        for rank, process in enumerate(workers):
+            process.log_start = process.log.stat().st_size
             task = worker.Task(function, arguments, rank, world_size, self._port, f"case-{number}")
-            with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which is noticed below
-                each.pipe.send_bytes(pickle.dumps(task))
+            with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed below
+                process.pipe.send_bytes(pickle.dumps(task))
         answers, silent = self._collect(workers, timeout_s)
         bad = [rank for rank, answer in answers.items() if answer.failure is not None]
         if not bad and not silent:
@@ -163,7 +163,7 @@ class WorkerPool:
         raise CaseError(report)
 
     def baseline(self, function: str, world_size: int, **arguments: Any) -> list[Any]:
-        """:meth:`run` once for all tests that compare with the same run; nobody changes the results."""
+        """Call :meth:`run` once for all tests that compare with the same run; results must not be changed."""
         key = pickle.dumps((function, world_size, sorted(arguments.items())))
         if key not in self._baselines:
             self._baselines[key] = self.run(function, world_size, **arguments)
@@ -185,24 +185,24 @@ class WorkerPool:
 
     @property
     def _port(self) -> int:
-        """Where the workers find the store of this process, which serves all cases."""
+        """Port of this process's store, which serves all cases."""
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def _stop(self) -> None:
-        for each in self._workers:
-            each.pipe.close()  # an idle worker ends by itself
-        for each in self._workers:
-            if each.exit_code is None:
-                os.kill(each.pid, signal.SIGKILL)
-                each.end()
+        for process in self._workers:
+            process.pipe.close()  # an idle worker ends by itself
+        for process in self._workers:
+            if process.exit_code is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.end()
         self._workers = []
 
     def _collect(
         self, workers: Sequence[_Worker], timeout_s: float
     ) -> tuple[dict[int, worker.Answer], dict[int, str]]:
-        """Answers by rank in the order of their arrival, and what became of ranks without one."""
+        """Return answers by rank in order of arrival, and the reasons of ranks without an answer."""
         answers: dict[int, worker.Answer] = {}
         silent: dict[int, str] = {}
         waiting = {each.pipe: rank for rank, each in enumerate(workers)}
@@ -216,7 +216,7 @@ class WorkerPool:
                 except (EOFError, OSError):
                     silent[rank] = f"died with exit code {workers[rank].end()}"
                 if rank in silent or answers[rank].failure is not None:
-                    # What one rank has left, the others wait for in vain.
+                    # The other ranks wait in vain for the failed one.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank in waiting.values():
             silent[rank] = "did not answer in time; its Python stack is below"

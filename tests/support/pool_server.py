@@ -1,7 +1,8 @@
-"""The process that the workers of pools are forked from, which has imported what cases need.
+"""Process from which pools fork their workers, with everything imported that cases need.
 
-Reads one JSON object a line. ``{"address": ..., "log": ...}`` starts a worker, which connects to the address;
-the answer is its process id. ``{"wait": ...}`` names one that ends; the answer is its exit code.
+Reads one JSON object per line. ``{"address": ..., "log": ...}`` starts a worker, which connects to the
+address; the answer is its process id. ``{"wait": ...}`` names a worker that exits; the answer is its exit
+code.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MEGATRON = (
 
 
 def preload() -> None:
-    """Import what workers need, so that each of them is forked with it."""
+    """Import the workers' modules, which forked workers inherit."""
     gc.disable()  # imports leave no garbage
     third_party.load(third_party.OF_CASES)
     stand_in.take_from_environment()
@@ -40,7 +41,7 @@ def preload() -> None:
     sources.check_all()
     third_party.out_of_sight()
     with contextlib.redirect_stderr(io.StringIO()), mindspeed_dsa.enabled(mindspeed_platform="cpu"):
-        # As in a job, so that what Megatron would compile stays eager.
+        # As in a job, so that functions that Megatron would compile stay eager.
         third_party.load(_MEGATRON)
     gc.enable()
 

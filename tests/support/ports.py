@@ -1,4 +1,4 @@
-"""Ports for programs that are told where to listen."""
+"""Ports for programs that get their port as an argument."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ _LOWEST = 10_000
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that the system gives to no connection meanwhile.
-
-    Until the program listens, hundreds of connections of other tests may be made: a port that the system has
-    just given out may be given out again. Those below the range that it takes them from are nobody's.
-    """
+    """Return an unused port that the system does not assign to other connections."""
+    # Until the program listens, other tests may make hundreds of connections, and the system may assign a
+    # port again. Ports below its range are never assigned.
     try:
         first_of_system = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError):

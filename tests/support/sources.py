@@ -1,4 +1,4 @@
-"""Sessions of one process look at the same sources again and again: they are read and checked once."""
+"""Caches of sources: sessions of one process parse and check each source only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_dsa.session import checks
 
 
 def parse_once() -> None:
-    """Keep what was parsed, fingerprinted and found about a patch for as long as the process lives."""
+    """Cache parsed sources, fingerprints and checks of patches for the life of the process."""
     if hasattr(source_tree.scope_of_text, "cache_info"):
         return
     source_tree.scope_of_text = functools.lru_cache(maxsize=256)(source_tree.scope_of_text)
@@ -26,7 +26,10 @@ def parse_once() -> None:
         nodes = list(nodes)
         key = (*map(id, nodes), rename)
         if key not in known:
-            known[key] = nodes, compute(nodes, rename)  # with the nodes, whose addresses stay taken
+            known[key] = (
+                nodes,
+                compute(nodes, rename),
+            )  # keeps the nodes' addresses in use
         return known[key][1]
 
     drift.fingerprint = fingerprint
@@ -34,7 +37,7 @@ def parse_once() -> None:
     found: dict[object, Callable[[Any], Any]] = {}
 
     def check_once(root: str = "megatron") -> Callable[[Any], Any]:
-        # What can be found where: a fork that a test writes lies in a folder of its own.
+        # Sources depend on the path: a fork that a test writes has its own folder.
         where = root, *sys.path, *map(id, source_tree._finders())
         if where not in found:
             found[where] = functools.cache(static_check(root))
@@ -44,9 +47,9 @@ def parse_once() -> None:
 
 
 def check_all() -> None:
-    """Check every patch there is, so that processes forked from this one know what is found."""
+    """Check all patches, so that processes forked from this one inherit the results."""
     check = checks.static_check()
     for feature in features.all_features():
         for patch in feature.patches:
-            with contextlib.suppress(Exception):  # a case that arms it will tell
+            with contextlib.suppress(Exception):  # a case that arms it will report it
                 check(patch)

@@ -1,11 +1,11 @@
-"""Results of measurements and properties of the processor, set through the environment.
+"""Emulated results of measurements and processor properties, set through the environment.
 
 ``make test-processors`` runs the quick tests with both:
 
-* ``TEST_MEASURED=first`` or ``last``: of the candidates that a feature times, the first or the last one wins.
+* ``TEST_MEASURED=first`` or ``last``: the first or the last of the candidates that a feature times wins.
 * ``TEST_MKL=slow`` or ``fast``: CPU operators multiply as on a processor that MKL does not know, or knows.
 
-Processes that tests start themselves, such as example jobs, measure for themselves.
+Processes that tests start themselves, for example example jobs, make real measurements.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import pytest
 _BASE = 4.0
 
 measures = pytest.mark.skipif("TEST_MEASURED" in os.environ, reason="all measurements have one result here")
-"""Mark of tests whose subject is what a measurement finds."""
+"""Mark of tests that depend on real measurements."""
 
 
 def take_from_environment() -> None:
-    """Replace measurements and processor properties as the environment says; call before features import."""
+    """Replace measurements and processor properties by the environment's; call before features import."""
     if way := os.environ.get("TEST_MEASURED"):
         _measure(way)
     if speed := os.environ.get("TEST_MKL"):

@@ -1,9 +1,8 @@
-"""A platform that finds accesses to one memory which no stream is made to do one after the other.
+"""A platform that detects unordered accesses to the same memory from several streams.
 
-On a CPU everything runs in the order in which it is written, so a missing wait changes no number. Here
-each stream has a clock, which events carry and waits take over. Two accesses to the same bytes, one of them
-a write, are a race unless the later one's stream has waited for the earlier one's. The host and the current
-stream count as one.
+On a CPU everything runs in program order, so a missing wait changes no number. Here each stream has a vector
+clock, which events carry and waits merge. Two accesses to the same bytes, one of them a write, are a race
+unless the later one's stream has waited for the earlier one's. The host and the current stream count as one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mindspeed_dsa.platforms import cpu
 
 
 class OrderedStream(cpu.CpuStream):
-    """Knows of each stream how far this one has waited for it."""
+    """Stream that records, for each stream, how far this one has waited for it."""
 
     def __init__(self, host: OrderedStream | None = None) -> None:
         super().__init__()
@@ -33,11 +32,11 @@ class OrderedStream(cpu.CpuStream):
         self._host = host
 
     def seen(self) -> dict[OrderedStream, int]:
-        """The clock now, with all that was done here."""
+        """Return a copy of the clock, with all work on this stream."""
         return dict(self.clock)
 
     def take(self, clock: Mapping[OrderedStream, int]) -> None:
-        """Later work here comes after what the clock has."""
+        """Order later work here after everything in the clock."""
         for stream, time in clock.items():
             self.clock[stream] = max(self.clock[stream], time)
 
@@ -53,7 +52,7 @@ class OrderedStream(cpu.CpuStream):
 
 
 class OrderedEvent(cpu.CpuEvent):
-    """Carries a clock."""
+    """Event that carries a clock."""
 
     def __init__(self, host: OrderedStream) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class OrderedEvent(cpu.CpuEvent):
 
 @dataclass(frozen=True)
 class Access:
-    """Bytes ``[first, last)`` that a stream has read or written, at a time of its clock."""
+    """Read or write of bytes ``[first, last)`` by a stream, at a time of its clock."""
 
     first: int
     last: int
@@ -82,16 +81,16 @@ class Access:
 
 
 class OrderedPlatform(cpu.CpuPlatform):
-    """A CPU with the streams and events above.
+    """CPU with the streams and events above.
 
     Attributes:
-        races: what was found, each described.
-        used: addresses of storages that side streams have used and that the allocator may give away before
-            they are done, with the stream.
-        freed_early: with ``results``, tensors that were freed when another stream than that which made them,
-            and which may get the memory again, was not known to be done with them.
-        results: whether what functions return counts as written by them. It lies in new memory then, as on a
-            device, whose allocator gives a stream back what it has had itself.
+        races: descriptions of races found.
+        used: pairs of storage address and side stream, for storages that the allocator may reuse before the
+            stream is done with them.
+        freed_early: with ``results``, tensors that were freed while another stream than the allocating one,
+            which may get the memory again, might still use them.
+        results: whether results of functions count as written by them. They are then in new memory, as on a
+            device, whose allocator returns memory to the stream that had it.
     """
 
     asynchronous = True
@@ -110,7 +109,7 @@ class OrderedPlatform(cpu.CpuPlatform):
 
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
-        """As on any CPU; what is computed inside belongs to the stream in backward, too."""
+        """Use a stream as on any CPU; backward of the block's work belongs to it, too."""
         before = cpu.current_stream()
         self._switches.append((torch.autograd._get_sequence_nr(), stream))
         with cpu.use_stream(stream):
@@ -118,16 +117,16 @@ class OrderedPlatform(cpu.CpuPlatform):
         self._switches.append((torch.autograd._get_sequence_nr(), before))
 
     def stream_of(self, node: Any) -> OrderedStream:
-        """Return the stream that was the current one when a node of a graph was made."""
+        """Return the stream that was current when a graph node was made."""
         if node in self._accumulators:
             return self._accumulators[node]
         number = node._sequence_nr()
-        found = self.host
+        stream_then = self.host
         for first, stream in self._switches:
             if first > number:
                 break
-            found = stream
-        return found
+            stream_then = stream
+        return stream_then
 
     def new_stream(self) -> OrderedStream:
         return OrderedStream(self.host)
@@ -136,7 +135,7 @@ class OrderedPlatform(cpu.CpuPlatform):
         return OrderedEvent(self.host)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """The allocator waits, so whoever gets the memory next need not."""
+        """Record the use: the allocator then waits, so the next user of the memory need not."""
         first, last = _span(tensor)
         place = tensor.untyped_storage().data_ptr()
         self.used.discard((place, stream))
@@ -148,11 +147,11 @@ class OrderedPlatform(cpu.CpuPlatform):
             ]
 
     def _part(self, tensor: Tensor) -> int:
-        """Which accesses may touch the tensor's: with ``results`` those of its storage, else all."""
+        """Return the key of accesses that may overlap the tensor's: with ``results`` its storage, else 0."""
         return tensor.untyped_storage().data_ptr() if self.results else 0
 
     def made(self, what: str, tensor: Tensor) -> None:
-        """An operation has returned the tensor, in memory of its own."""
+        """Record that an operation has returned the tensor, in memory of its own."""
         storage = tensor.untyped_storage()
         place, owner = storage.data_ptr(), cpu.current_stream()
         self._forget(place)
@@ -164,7 +163,7 @@ class OrderedPlatform(cpu.CpuPlatform):
         self._kept_for = {each for each in self._kept_for if each[0] != place}
 
     def _freed(self, place: int, owner: OrderedStream, what: str) -> None:
-        """The allocator may give the memory to later work of the stream that it was made on."""
+        """Check that later work of the allocating stream may reuse the memory."""
         awaited = [owner, *(stream for kept, stream in self._kept_for if kept == place)]
         for each in self._accesses.get(place, ()):
             if not any(each.stream is one or one.clock[each.stream] >= each.time for one in awaited):
@@ -173,7 +172,7 @@ class OrderedPlatform(cpu.CpuPlatform):
         self._forget(place)
 
     def saw(self, what: str, tensor: Tensor, writes: bool) -> None:
-        """An operation has read or written the tensor on the current stream."""
+        """Record that an operation has read or written the tensor on the current stream."""
         if self._between:
             return
         stream = cpu.current_stream()
@@ -190,7 +189,7 @@ class OrderedPlatform(cpu.CpuPlatform):
             if not apart and stream.clock[old.stream] < old.time:
                 self.races.append(f"{what} {'writes' if writes else 'reads'} {tuple(tensor.shape)}")
             same = first <= old.first and old.last <= last
-            # The new one stands for what it overwrites, and for earlier ones of its kind and stream.
+            # The new access replaces those that it overwrites, and earlier ones of its kind and stream.
             if not (same and (writes or (old.stream is stream and not old.writes))):
                 kept.append(old)
         self._accesses[self._part(tensor)] = [*kept, new]
@@ -206,18 +205,18 @@ class _Watching(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.__name__.startswith(("new_", "empty_like", "set_")):
-            return result  # of a size, or of what a tensor shows
+            return result  # depends on a size only, or shares a tensor's memory
         schema = function._schema.arguments
-        given = {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
-        known = {each.untyped_storage().data_ptr() for each in _tensors(given)}
+        bound = {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
+        addresses = {each.untyped_storage().data_ptr() for each in _tensors(bound)}
         for argument in schema:
             alias = argument.alias_info
             if alias is not None and not alias.is_write:
                 continue  # a view: nothing is read
-            for tensor in _tensors(given.get(argument.name)):
+            for tensor in _tensors(bound.get(argument.name)):
                 self._platform.saw(function.__name__, tensor, alias is not None)
         for tensor in _tensors(result) if self._platform.results else ():
-            if tensor.untyped_storage().data_ptr() not in known:
+            if tensor.untyped_storage().data_ptr() not in addresses:
                 self._platform.made(function.__name__, tensor)
         return result
 
@@ -228,7 +227,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @contextmanager
 def watched(results: bool = False) -> Iterator[OrderedPlatform]:
-    """The platform, in force for the length of a block."""
+    """Use the platform in the block."""
     platform = OrderedPlatform(results)
     with (
         mock.patch.object(platforms, "_current", platform),
@@ -240,10 +239,10 @@ def watched(results: bool = False) -> Iterator[OrderedPlatform]:
 
 @contextmanager
 def backward_by_streams(platform: OrderedPlatform) -> Iterator[None]:
-    """Autograd of a device: a node runs on the stream of its forward, behind those that give it gradients.
+    """Run backward as on a device: a node runs on its forward's stream, after the nodes before it.
 
-    The node that accumulates a leaf's gradient is made when it is first asked for, and belongs to the current
-    stream of that moment. Sums of gradients on their way to a node are not watched.
+    A node that accumulates a leaf's gradient is made on first access, and belongs to the stream that is
+    current then. Sums of gradients before they reach a node are not watched.
     """
     backward, edge_of = torch.autograd.backward, torch.autograd.graph.get_gradient_edge
 
@@ -303,16 +302,16 @@ def _follow(platform: OrderedPlatform, roots: list[Any], stack: ExitStack) -> No
                 continue
             todo.append(following)
             if following.name().endswith("AccumulateGrad"):
-                first = platform.stream_of(node)  # of several, whichever is met first
+                first = platform.stream_of(node)  # the first node met
                 platform._accumulators.setdefault(following, first)
         hook(node)
 
 
 @contextmanager
 def as_on_a_device(platform: OrderedPlatform) -> Iterator[None]:
-    """The platform's streams and events for Megatron's schedule of pairs, and transfers that respect them.
+    """Use the platform's streams and events for Megatron's schedule of pairs and for its transfers.
 
-    A transfer reads what the stream that starts it has been given, and whoever waits for it comes after it.
+    A transfer reads after the work of the stream that starts it; waiting for it orders later work after it.
     """
     from megatron.core.pipeline_parallel import utils
 
@@ -346,7 +345,7 @@ def as_on_a_device(platform: OrderedPlatform) -> Iterator[None]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes that a tensor spans."""
+    """Return the range of addresses that a tensor spans."""
     if tensor.numel() == 0:
         return 0, 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The reader of imports, on which ``test_layers.py`` relies to see them."""
+"""The reader of imports finds all upward imports; ``test_layers.py`` relies on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {
 
 
 def upward_of(folder, texts):
-    """Upward imports of modules by name, written below a folder."""
+    """Write modules by name below a folder; return their upward imports."""
     for name, content in texts.items():
         file = folder.joinpath(*name.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The worker pool itself: everything below relies on it to fail when something goes wrong."""
+"""The worker pool itself: all other tests rely on it to fail when something goes wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.pool import CaseError, WorkerPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """A pool of its own: the failures below would cost the other tests their warm workers."""
+    """Yield a separate pool: the failures below would cost the other tests their warm workers."""
     with WorkerPool(size=2) as workers:
         yield workers
 
@@ -119,7 +119,7 @@ def return_what_cannot_be_sent() -> Any:
 
 
 def change_everything() -> None:
-    """Leave a mark in every global that a case may change."""
+    """Change every global that a case may change."""
     from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
     from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.moe import moe_utils
@@ -140,7 +140,7 @@ def change_everything() -> None:
 
 
 def what_is_left() -> dict[str, Any]:
-    """What a case finds of those marks."""
+    """Return the state of those globals in a case."""
     from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
     from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.moe import moe_utils

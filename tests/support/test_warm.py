@@ -1,4 +1,4 @@
-"""A warm process is an interpreter's, but for what is imported."""
+"""A warm process differs from a fresh interpreter only by its imports."""
 
 from __future__ import annotations
 

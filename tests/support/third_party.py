@@ -1,4 +1,4 @@
-"""What Megatron imports of others, and what features of torch import when tests first use them."""
+"""Third-party modules that Megatron imports, or that torch imports on first use in tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_CASES = (
 
 
 def load(names: Sequence[str]) -> None:
-    """Import those that are installed."""
+    """Import the installed modules."""
     for name in names:
         with contextlib.suppress(ImportError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -40,21 +40,19 @@ def load(names: Sequence[str]) -> None:
 
 
 def out_of_sight() -> None:
-    """Put what was imported out of the garbage collector's sight, before others are and before a fork.
-
-    It is half a million objects. The search for stale references still sees all that is imported later:
-    Megatron and what this library holds.
-    """
+    """Freeze imported objects for the garbage collector, before later imports and before a fork."""
+    # They are half a million objects. The search for stale references still sees all later imports: Megatron
+    # and this library's objects.
     gc.collect()
     gc.freeze()
 
 
 def or_skip(name: str) -> None:
-    """Skip the test module where a package is missing; importing it to see takes seconds.
+    """Skip the test module if a package is missing, without importing it, which takes seconds.
 
-    Those that need Megatron in other processes alone never import it in this one.
+    Modules that need Megatron only in other processes never import it in this one.
     """
-    with contextlib.suppress(ModuleNotFoundError):  # the package that it is in
+    with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
         if importlib.util.find_spec(name) is not None:
             return
     import pytest
@@ -63,7 +61,7 @@ def or_skip(name: str) -> None:
 
 
 def folder(name: str) -> Path:
-    """Where a package lies, which is not imported."""
+    """Return a package's folder without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None

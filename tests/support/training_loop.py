@@ -81,7 +81,7 @@ FILES = {
             return report_memory_flag
         """,
 }
-# Megatron-core 0.12 to 0.15, and 0.16 on: the parameter after `learning_rate` went away.
+# Megatron-core 0.12 to 0.15, and from 0.16 on, which removed the parameter after `learning_rate`.
 LOGS = {
     "0.15": (
         """
@@ -101,7 +101,7 @@ LOGS = {
 
 
 def write(folder: Path, release: str = "0.16", root: str = "corp_megatron") -> str:
-    """Write the fork; ``release`` chooses the signature of ``training_log``."""
+    """Write the fork; ``release`` selects the signature of ``training_log``."""
     fork.write(folder, root)
     definition, call = (text.strip() for text in LOGS[release])
     for name, text in FILES.items():

@@ -1,10 +1,10 @@
-"""Python programs in processes of their own that begin with torch imported.
+"""Python programs in separate processes that begin with torch imported.
 
-A fresh interpreter takes seconds to import torch and what Megatron needs of it; :func:`run` and :func:`popen`
-take commands as ``subprocess`` does and have them run in forks of one process that has imported that already
+A fresh interpreter takes seconds to import torch and Megatron's dependencies. :func:`run` and :func:`popen`
+take commands as ``subprocess`` does, and run them in forks of a process that has imported those already
 (``warm_server.py``). Everything else is as in a fresh interpreter: Megatron and this library are not
-imported, ``sys.argv``, ``sys.path``, the environment and the streams are the command's. What is about imports
-or about the environment that torch itself reads belongs into an interpreter that is really fresh.
+imported; ``sys.argv``, ``sys.path``, the environment and the streams are the command's. Tests of imports, or
+of variables that torch itself reads, need a truly fresh interpreter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Server:
         socket.send_fds(self._socket, [json.dumps({**request, "number": number}).encode()], streams)
         for line in self._answers:
             answered, answer = json.loads(line)
-            if answered == number:  # nobody waits any more for the answer to a test that ran out of time
+            if answered == number:  # an answer to a test that ran out of time
                 return int(answer)
         raise RuntimeError("the server of warm processes has ended")
 
@@ -65,10 +65,10 @@ _server = cache(_Server)
 
 
 class Process:
-    """A program that has been started.
+    """A started program.
 
     Attributes:
-        stdin, stdout: our ends of pipes, where they were asked for.
+        stdin, stdout: our ends of pipes, if requested.
     """
 
     def __init__(self, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
@@ -76,10 +76,10 @@ class Process:
         self.returncode: int | None = None
 
     def wait(self, timeout: float = 600) -> int:
-        """Its exit code.
+        """Wait for the program; return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it took longer than so many seconds, and has been killed.
+            subprocess.TimeoutExpired: it ran longer than ``timeout`` seconds, and has been killed.
         """
         if self.returncode is None:
             clock = threading.Timer(timeout, self.kill)
@@ -97,12 +97,12 @@ class Process:
         return self.returncode
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the program."""
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self) -> None:
-        """Wait for it, and close our ends."""
+        """Close our ends and wait for the program."""
         for end in (self.stdin, self.stdout):
             if end is not None:
                 end.close()
@@ -119,7 +119,7 @@ def popen(
     env: Mapping[str, str] | None = None,
     text: bool = True,
 ) -> Process:
-    """``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or ours."""
+    """Do ``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or inherited."""
     assert command[0] == sys.executable
     request = {
         "start": list(map(str, command[1:])),
@@ -130,19 +130,19 @@ def popen(
         sink = theirs.enter_context(open(os.devnull))
         ends: list[IO[Any] | None] = [None, None]
         streams = []
-        for number, (given, mode) in enumerate([(stdin, "w"), (stdout, "r"), (stderr, "")]):
-            if given == subprocess.PIPE:
+        for number, (requested, mode) in enumerate([(stdin, "w"), (stdout, "r"), (stderr, "")]):
+            if requested == subprocess.PIPE:
                 pair = os.pipe()
                 ours, inherited = pair if mode == "r" else pair[::-1]
                 ends[number] = os.fdopen(ours, mode if text else f"{mode}b")
                 theirs.callback(os.close, inherited)
                 streams.append(inherited)
-            elif given == subprocess.STDOUT:
+            elif requested == subprocess.STDOUT:
                 streams.append(streams[1])
-            elif given is None:
+            elif requested is None:
                 streams.append(number if number else sink.fileno())
             else:
-                streams.append(given if isinstance(given, int) else given.fileno())
+                streams.append(requested if isinstance(requested, int) else requested.fileno())
         return Process(_server().ask(request, streams), *ends)
 
 
@@ -156,17 +156,17 @@ def run(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` for ``[sys.executable, ...]``; what it prints is kept as text."""
+    """Do ``subprocess.run`` for ``[sys.executable, ...]``; the output is kept as text."""
     assert capture_output
     assert text
     with (
-        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as stdin,
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
     ):
-        given.write(input)
-        given.seek(0)
-        code = popen(command, stdin=given, stdout=out, stderr=err, cwd=cwd, env=env).wait(timeout)
+        stdin.write(input)
+        stdin.seek(0)
+        code = popen(command, stdin=stdin, stdout=out, stderr=err, cwd=cwd, env=env).wait(timeout)
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(list(command), code, out.read(), err.read())

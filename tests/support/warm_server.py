@@ -1,10 +1,10 @@
-"""Runs Python programs in forked children of one process, which has imported what takes them long.
+"""Server that runs Python programs in forked children of a process with slow modules imported.
 
-``python warm_server.py DESCRIPTOR MODULE...`` imports the modules, those that are installed, and reads
-requests from the socket. With ``start``, the words behind ``python`` in a command, come ``cwd``, ``environ``
-and three descriptors for the program's streams; the answer is its process id. ``wait`` names one; the answer
-is its exit code. Answers have the number of their request. Imports nothing of ours: the programs would
-find it imported.
+``python warm_server.py DESCRIPTOR MODULE...`` imports the installed ones of these modules, and reads requests
+from the socket. ``start`` has the words after ``python`` in a command, with ``cwd``, ``environ`` and three
+descriptors for the program's streams; the answer is its process id. ``wait`` has a process id; the answer is
+its exit code. Answers have the number of their request. Imports none of our modules: the programs would find
+them imported.
 """
 
 import atexit
@@ -49,7 +49,7 @@ def main(connection):
 
 
 def run(request, streams):
-    """What the interpreter does between its start and its end."""
+    """Run a program as the interpreter does between its start and its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -58,22 +58,22 @@ def run(request, streams):
     os.environ.clear()
     os.environ.update(request["environ"])
     first, *words = request["start"]
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if first == "-c":
-        sys.argv, sys.path[:] = ["-c", *words[1:]], ["", *given, *PATHS]
+        sys.argv, sys.path[:] = ["-c", *words[1:]], ["", *python_path, *PATHS]
         sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(words[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     elif first == "-m":
-        sys.argv, sys.path[:] = words, [os.getcwd(), *given, *PATHS]
+        sys.argv, sys.path[:] = words, [os.getcwd(), *python_path, *PATHS]
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         folder = os.path.dirname(os.path.realpath(first))
-        sys.argv, sys.path[:] = [first, *words], [folder, *given, *PATHS]
+        sys.argv, sys.path[:] = [first, *words], [folder, *python_path, *PATHS]
         runpy.run_path(first, run_name="__main__")
 
 
 def end(function, *arguments):
-    """Call it and end the process as the interpreter does."""
+    """Call the function, and end the process as the interpreter does."""
     code = 0
     try:
         function(*arguments)
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     main(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # Triton's library would complain of what a normal end leaves behind
+    os._exit(0)  # a normal exit makes Triton's library complain

@@ -1,4 +1,4 @@
-"""The inside of a worker process: take a task, join the process group, run it, forget everything."""
+"""A worker process: take a task, join the process group, run it, forget everything."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Task:
     """One rank's part of a case.
 
     Attributes:
-        function: ``"package.module:name"``.
-        arguments: keyword arguments for it.
+        function: path ``"package.module:name"``.
+        arguments: keyword arguments of the function.
         rank, world_size: place in the process group.
-        port: where the store of all cases listens.
-        prefix: of this case's keys in it.
+        port: port of the store of all cases.
+        prefix: prefix of this case's keys in the store.
     """
 
     function: str
@@ -41,14 +41,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank made of its task: a result, or the traceback of what it raised."""
+    """A rank's result, or the traceback of its exception."""
 
     result: Any = None
     failure: str | None = None
 
 
 def serve(pipe: Connection, log: str) -> None:
-    """Work off tasks until the other end closes; everything printed goes to the file ``log``."""
+    """Run tasks until the other end closes; all output goes to the file ``log``."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -71,13 +71,11 @@ def serve(pipe: Connection, log: str) -> None:
 
 
 def share_device() -> None:
-    """Have all gloo groups of this process on one device.
-
-    A device of its own costs a group a thread, which notices only every ten milliseconds that it is to end,
-    and a case of Megatron's has twenty groups.
-    """
+    """Put all gloo groups of this process on one device."""
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+    # A group with its own device has a thread, which checks only every 10 ms whether to exit; one of
+    # Megatron's cases has twenty groups.
     device = ProcessGroupGloo.create_device(interface="lo")
 
     class StandsForBoth(type(ProcessGroupGloo)):  # type: ignore[misc]
@@ -86,7 +84,7 @@ def share_device() -> None:
 
     class OnSharedDevice(ProcessGroupGloo, metaclass=StandsForBoth):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
-            # torch 2.14 says more, none of which these groups want.
+            # torch 2.14 passes more arguments, which these groups do not need.
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
@@ -106,7 +104,7 @@ def _run(task: Task) -> Answer:
         module, _, name = task.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         result = function(**task.arguments)
-        # A rank that is done must not tear down connections that others still use.
+        # A finished rank must not tear down connections that others still use.
         dist.barrier()
         return Answer(result)
     except BaseException:
@@ -118,7 +116,7 @@ def _run(task: Task) -> Answer:
 
 
 def forget_everything() -> None:
-    """Bring the process back to where it was before a case, as far as anything global was changed."""
+    """Restore the process's global state from before a case."""
     import torch
     import torch.distributed as dist
 
@@ -127,10 +125,10 @@ def forget_everything() -> None:
         session.disable()
     _forget_megatron()
     if (tensors := sys.modules.get("torch.distributed.tensor")) is not None:
-        # Results of operators on a mesh are found again by its ranks, with the mesh of an earlier case. What
-        # clears them in torch.distributed.tensor.debug takes a second to import.
+        # Results of operators on a mesh are cached by its ranks, with an earlier case's mesh. Importing
+        # torch.distributed.tensor.debug, which can clear the cache, takes a second.
         found = tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        getattr(found, "cache", found).cache_clear()  # in an object around it before 2.10
+        getattr(found, "cache", found).cache_clear()  # wrapped in an object before 2.10
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()  # from 2.10 on
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -148,7 +146,7 @@ def forget_everything() -> None:
     gc.collect()  # models hold reference cycles
 
 
-# Megatron-core 0.12 sets these only on ranks that are members, and never takes them back.
+# Megatron-core 0.12 sets these only on member ranks, and never resets them.
 _RANKS_THAT_STAY = (
     "_PIPELINE_GLOBAL_RANKS",
     "_EMBEDDING_GLOBAL_RANKS",
@@ -157,7 +155,7 @@ _RANKS_THAT_STAY = (
 
 
 def _forget_megatron() -> None:
-    """Everything that Megatron keeps in modules and classes, as far as it was imported."""
+    """Reset everything that Megatron keeps in modules and classes, as far as it was imported."""
     parallel_state = _loaded("parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
@@ -188,9 +186,9 @@ def _forget_megatron() -> None:
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
         for thing in gc.get_objects():
             if type(thing) is ddp.DistributedDataParallel:
-                # A token dispatcher keeps a tensor of its last microbatch, whose graph ends in DDP's
-                # hooks, which hold the model. The collector cannot see through autograd's nodes, and
-                # the model would stay for ever.
+                # A token dispatcher keeps a tensor of its last microbatch, whose graph ends in DDP's hooks,
+                # which hold the model. The collector cannot see through autograd's nodes, so the model would
+                # stay forever.
                 thing.__dict__.clear()
 
 
