@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """Wrong gradients: those of every parameter with this ending are multiplied, in every step."""
+    """Factor for the gradients of every parameter with this ending, in every step."""
 
     parameter: str
     factor: float
@@ -150,8 +150,8 @@ class Observer:
                 forced[:] = [torch.from_numpy(self._next_forced(name, args[0].shape[1])) for name in names]
             scores, indices = original(*args, **kwargs)
             if forced:
-                # [batch, query, key] -> [batch, query, topk]. Rows with fewer visible keys than topk are filled
-                # up with future keys, which the caller masks, as in the model's own selection.
+                # [batch, query, key] -> [batch, query, topk]. Rows with fewer visible keys than topk are
+                # filled up with future keys, which the caller masks, as in the model's own selection.
                 indices = forced[0].float().topk(indices.shape[-1], dim=-1).indices
             keys, topk = scores.shape[-1], indices.shape[-1]
             selection = selected_keys(indices, keys, self._own_rows(keys))

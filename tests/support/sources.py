@@ -26,10 +26,8 @@ def parse_once() -> None:
         nodes = list(nodes)
         key = (*map(id, nodes), rename)
         if key not in known:
-            known[key] = (
-                nodes,
-                compute(nodes, rename),
-            )  # keeps the nodes' addresses in use
+            # Keep the nodes alive, so that their addresses are not reused.
+            known[key] = nodes, compute(nodes, rename)
         return known[key][1]
 
     drift.fingerprint = fingerprint
