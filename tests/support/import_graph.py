@@ -138,7 +138,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    components: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -153,9 +153,9 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
             component = stack[stack.index(node) :]
             del stack[stack.index(node) :]
             if len(component) > 1:
-                components.append(sorted(component))
+                groups.append(sorted(component))
 
     for node in sorted(edges):
         if node not in index:
             visit(node)
-    return components
+    return groups

@@ -1,4 +1,4 @@
-"""``python -m mindspeed_dsa checkpoints``: what it lists, what it deletes, and what it refuses."""
+"""``python -m mindspeed_dsa checkpoints``: listing, deletion and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.features.checkpoints.whole.folders import SHARD, checkpoint, track
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Five checkpoints, the last one of which is truncated."""
+    """Return a folder with five checkpoints; the last one is truncated."""
     for iteration in range(1, 6):
         checkpoint(tmp_path, iteration)
     track(tmp_path, 5)
@@ -58,7 +58,7 @@ def test_it_keeps_the_newest_whole_ones(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_kept_has_been_read(folder: Path) -> None:
-    """Sizes say nothing of a bit that the disk has lost, and the others are about to be deleted."""
+    """Sizes do not show a flipped bit, and the other checkpoints are about to be deleted."""
     content = bytearray((folder / "iter_0000004" / "__1_0.distcp").read_bytes())
     content[7] ^= 1
     (folder / "iter_0000004" / "__1_0.distcp").write_bytes(content)

@@ -1,6 +1,6 @@
-"""A library that changes Megatron, imported before or after features: ``beside_job.py LIBRARY before|after``.
+"""Job with a library that patches Megatron before or after features: ``beside_job.py LIBRARY before|after``.
 
-Prints, as JSON, what is known of it at the start of the job, and the states of the sites.
+Prints, as JSON, the libraries that the session detects, and the states of the sites.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mindspeed_dsa import session
 
 
 def liger() -> None:
-    """Let Liger-Kernel patch all that it can."""
+    """Let Liger-Kernel apply all of its patches."""
     from liger_kernel.megatron import apply_liger_kernel_to_megatron
 
     apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
 
 
 def mcore_bridge() -> None:
-    """Import mcore-bridge, which patches; it needs Transformer Engine, here one of empty layers."""
+    """Import mcore-bridge, which patches; the Transformer Engine that it needs has empty layers here."""
     from tests.hosts.frameworks import stand_ins
 
     stand_ins.load(stand_ins.TRANSFORMER_ENGINE)
@@ -34,7 +34,7 @@ def mcore_bridge() -> None:
 
 
 def ours() -> None:
-    """Switch features on that patch what these libraries do."""
+    """Enable features that patch the same places as these libraries."""
     mindspeed_dsa.enable(
         experimental_attention_variant="dsa",
         use_fused_dsa=True,
@@ -47,7 +47,7 @@ def ours() -> None:
 
 
 def main(library: str, order: str) -> None:
-    """Patch in this order, and verify."""
+    """Patch in the given order, and verify."""
     theirs = {"liger": liger, "mcore_bridge": mcore_bridge}[library]
     for step in (theirs, ours) if order == "before" else (ours, theirs):
         step()

@@ -1,7 +1,7 @@
 """A small DSA model trained by Megatron-Bridge's own ``pretrain`` on CPUs: ``bridge_job.py SWITCHES`` (JSON).
 
-Replaced is what needs CUDA: Transformer Engine and modelopt, of which local layers call nothing, and Bridge's
-demand for a GPU.
+Replaced are the parts that need CUDA: Transformer Engine and modelopt, which local layers do not call, and
+Bridge's check for a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(switches: dict[str, object]) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     mindspeed_dsa.enable(**DSA, **switches)
 
-    # Megatron first, which asks whether Transformer Engine is there.
+    # Import Megatron first, which checks for Transformer Engine.
     import megatron.core.datasets.utils
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.mamba.mamba_layer_specs
@@ -32,7 +32,7 @@ def main(switches: dict[str, object]) -> None:
 
     stand_ins.load(stand_ins.TRANSFORMER_ENGINE)
     stand_ins.load(stand_ins.MODELOPT)
-    megatron.core.datasets.utils.compile_helpers = lambda: None  # they come compiled with the wheel
+    megatron.core.datasets.utils.compile_helpers = lambda: None  # the wheel has them compiled
     from megatron.bridge.models.mla_provider import MLAModelProvider
     from megatron.bridge.training import config, setup, train
     from megatron.bridge.training.gpt_step import forward_step

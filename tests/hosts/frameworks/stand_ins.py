@@ -1,4 +1,4 @@
-"""Packages that frameworks import and that need CUDA, as modules whose classes are empty."""
+"""CUDA packages that frameworks import, as modules with empty classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELOPT = (
 
 
 class _Empty(ModuleType):
-    """Module that has every name: a module where it begins in lower case, else a class of layers."""
+    """Module with any name as attribute: a module if it begins in lower case, else a layer class."""
 
     __path__: list[str] = []  # noqa: RUF012
     __version__ = "2.10.0"

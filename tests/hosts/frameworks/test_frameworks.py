@@ -1,6 +1,6 @@
 """Frameworks that build Megatron's models, and libraries that change Megatron, with their real packages.
 
-``requirements.txt`` has them; what is not installed is skipped.
+``requirements.txt`` lists them; tests of missing packages are skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ended(process):
 
 
 def trained(switches, ranks):
-    """Return loss and gradient norm of each step, and all that was printed."""
+    """Return loss and gradient norm of each step, and the whole output."""
     port = str(free_port())
     jobs = [
         started(
@@ -103,10 +103,10 @@ def test_megatron_bridge_trains_with_and_without_fused_dsa(ranks):
 )
 def test_a_library_is_named_and_drops_no_required_patch(library, name, place, order):
     out, err = ended(started("beside_job.py", library, order))
-    found = json.loads(out.splitlines()[-1])
-    (row,) = found["beside"]
+    answer = json.loads(out.splitlines()[-1])
+    (row,) = answer["beside"]
     assert row["library"] == name
     assert place in row["places"]
     assert f"note: {name} has changed " in err
-    assert "failed" not in found["states"].values()
-    assert "applied" in found["states"].values()
+    assert "failed" not in answer["states"].values()
+    assert "applied" in answer["states"].values()

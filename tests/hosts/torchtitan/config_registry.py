@@ -30,7 +30,7 @@ WIDTHS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v
 
 
 def model() -> deepseek_v3.DeepSeekV3Model.Config:
-    """Return the model; ``$TITAN_WIDTHS``, JSON, names others than :data:`WIDTHS`."""
+    """Return the model; ``$TITAN_WIDTHS`` (JSON) overrides :data:`WIDTHS`."""
     widths = {**WIDTHS, **json.loads(os.environ.get("TITAN_WIDTHS", "{}"))}
     layers = deepseek_v3._build_dsv3_layers(
         n_layers=4,
@@ -86,7 +86,7 @@ def tiny() -> Trainer.Config:
             state_dict_adapter=DeepSeekV3StateDictAdapter,
         ),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path="corpus"),
-        # With a smaller epsilon Adam's first steps are the signs of gradients, of rounding too.
+        # With a smaller epsilon, Adam's first steps follow the signs of gradients, including rounding errors.
         optimizer=default_adamw(lr=3e-3, eps=1e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
@@ -101,9 +101,9 @@ def tiny() -> Trainer.Config:
 
 
 def converted() -> Trainer.Config:
-    """``tiny`` with the converters and options of ``$TITAN_CONVERTERS``, JSON."""
-    given = json.loads(os.environ["TITAN_CONVERTERS"])
+    """Return ``tiny`` with the converters and options of ``$TITAN_CONVERTERS`` (JSON)."""
+    requested = json.loads(os.environ["TITAN_CONVERTERS"])
     config = tiny()
-    for converter in build(given.pop("names"), **given):
+    for converter in build(requested.pop("names"), **requested):
         config.model_spec.model = converter.build().convert(config.model_spec.model)
     return config

@@ -1,4 +1,4 @@
-"""Jobs of TorchTitan's training program on CPU ranks, and what they recorded."""
+"""Jobs of TorchTitan's training program on CPU ranks, and their records."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 OLD = Path(sys.prefix) / "torchtitan-0.2"
-"""Folder with the packages of TorchTitan 0.2, beside the environment's 0.3; `make test-hosts` fills it."""
+"""Folder with the packages of TorchTitan 0.2; the environment has 0.3. `make test-hosts` fills it."""
 BACKEND = ("--parallelism.spmd_backend", "partial_dtensor")
-"""The one of TorchTitan 0.3's three ways to hold parameters that PyTorch before 2.14 can run."""
+"""The only one of TorchTitan 0.3's three ways to hold parameters that PyTorch before 2.14 supports."""
 
 
 class Record(NamedTuple):
     """Record of a job."""
 
     steps: list[tuple[int, float, float]]
-    """Step, loss and norm of the gradients, of the rank that has the loss."""
+    """Step, loss and gradient norm, from the rank that has the loss."""
     calls: dict[str, int]
     """Calls of the operators' functions, by all ranks."""
     indexer_losses: list[float]
-    """Losses of the indexers of all layers on all ranks, in the last step."""
+    """Indexer losses of all layers on all ranks, in the last step."""
     initial: dict[str, float]
     """Sums of squares of the weights before the first step."""
     weights: dict[str, float]
-    """The same after the last one."""
+    """Sums of squares of the weights after the last step."""
     log: str
 
 
 def files(folder: Path) -> Path:
-    """Write a tokenizer and text into a folder, and return it."""
+    """Write a tokenizer and text into a folder; return the folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    text = (ROOT / "LICENSE").read_text()  # which stays as it is
+    text = (ROOT / "LICENSE").read_text()  # a text that does not change
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -59,7 +59,7 @@ def files(folder: Path) -> Path:
 def start(
     folder: Path, ranks: int, arguments: list[str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program with TorchTitan's arguments in a folder, and return how it ended."""
+    """Run the program with TorchTitan's arguments in a folder; return the completed process."""
     settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "tests.hosts.torchtitan.on_cpu"]
@@ -75,7 +75,7 @@ def start(
 
 
 def train(folder: Path, ranks: int, arguments: list[str], **environment: str) -> Record:
-    """Run the program, and return its record; fail with its output if it does."""
+    """Run the program; return its record, or fail with its output."""
     records = folder / "records"
     records.mkdir(exist_ok=True)
     for old in records.iterdir():
@@ -99,7 +99,7 @@ def train(folder: Path, ranks: int, arguments: list[str], **environment: str) ->
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without that of a wrapper for recomputation."""
+    """Return a parameter's name without the recomputation wrapper's prefix."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
@@ -108,14 +108,14 @@ def by_config(
 ) -> Record:
     """Run TorchTitan 0.3, stock or with converters and their options."""
     name = "tiny" if converters is None else "converted"
-    given = ["--module", "tests.hosts.torchtitan", "--config", name, "--debug.seed", "7", *arguments]
+    job_arguments = ["--module", "tests.hosts.torchtitan", "--config", name, "--debug.seed", "7", *arguments]
     if ranks > 1:
-        given += BACKEND
-    return train(folder, ranks, given, TITAN_CONVERTERS=json.dumps(converters))
+        job_arguments += BACKEND
+    return train(folder, ranks, job_arguments, TITAN_CONVERTERS=json.dumps(converters))
 
 
 def toml(converters: list[str], dsa: dict[str, Any]) -> str:
-    """Return a configuration for TorchTitan 0.2, as docs/hosts/torchtitan.md has it."""
+    """Return a configuration for TorchTitan 0.2, from docs/hosts/torchtitan.md."""
     page = (ROOT / "docs" / "hosts" / "torchtitan.md").read_text()
     text = page.partition("```toml\n")[2].partition("```")[0]
     names = 'converters = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]'

@@ -1,7 +1,7 @@
-"""TorchTitan's own training program on a CPU, with stand-ins for what its trainer asks of a device.
+"""TorchTitan's own training program on a CPU, with replacements for its device queries.
 
-``torchrun -m tests.hosts.torchtitan.on_cpu ...`` is ``torchrun -m torchtitan.train ...``. What every rank
-logged and called is written to ``$TITAN_RECORD/RANK.json``.
+``torchrun -m tests.hosts.torchtitan.on_cpu ...`` is ``torchrun -m torchtitan.train ...``. Every rank's log
+and calls are written to ``$TITAN_RECORD/RANK.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def name_the_cpu() -> None:
-    """Name the CPU as the device, and give it what the trainer asks of one; before TorchTitan's import."""
+    """Name the CPU as the device, with the trainer's device functions; call before TorchTitan's import."""
     torch._utils._get_available_device_type = lambda: "cpu"
     properties = types.SimpleNamespace(total_memory=1 << 34, name="cpu")
     for name, value in {
@@ -25,13 +25,13 @@ def name_the_cpu() -> None:
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "memory_stats": lambda device=None: {},
-        "current_device": lambda: 0,  # "cpu" in PyTorch, which its own barrier does not take
+        "current_device": lambda: 0,  # PyTorch returns "cpu", which its own barrier does not take
     }.items():
         setattr(torch.cpu, name, value)
 
 
 def sum_over_gloo() -> None:
-    """Let FSDP sum gradients where the trainer asks for a sum times a factor, which gloo does not have."""
+    """Make FSDP sum gradients without a factor, because gloo has no sum with a factor."""
     from torch.distributed.fsdp import FSDPModule
 
     original = FSDPModule.set_gradient_divide_factor
@@ -44,7 +44,7 @@ def sum_over_gloo() -> None:
 
 
 def as_newer_torch() -> None:
-    """Add what TorchTitan 0.3 uses of PyTorch 2.14, if this one is older."""
+    """Add PyTorch 2.14's functions that TorchTitan 0.3 uses, if this PyTorch is older."""
     from torch.distributed.pipelining import schedules
 
     if hasattr(torch.distributed, "set_timeout"):
@@ -55,7 +55,7 @@ def as_newer_torch() -> None:
 
 
 def taking_microbatches(original):
-    """Return a schedule's step that takes microbatches which are cut already, too."""
+    """Wrap a schedule's step so that it also takes split microbatches."""
 
     def step(self, *args, kwarg_mbs=None, arg_mbs=None, target_mbs=None, losses=None, **kwargs):
         if kwarg_mbs is None:
@@ -69,7 +69,7 @@ def taking_microbatches(original):
 
 
 def count_integers() -> None:
-    """Let histograms take integers, as on GPUs: the router of TorchTitan 0.2 counts its tokens with one."""
+    """Let histograms take integers, as on GPUs: TorchTitan 0.2's router counts its tokens with them."""
     original = torch.histc
 
     def histc(x, *args, **kwargs):
@@ -78,13 +78,13 @@ def count_integers() -> None:
     torch.histc = histc
 
 
-# -- what is recorded --------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------
 
 calls: Counter[str] = Counter()
 
 
 def count_calls() -> None:
-    """Count the calls of the operators' functions where the converters find them."""
+    """Count the calls of the operators' functions that the converters use."""
     from mindspeed_dsa.integrations.torchtitan import latent_attention, layers
 
     for module, names in (
@@ -104,7 +104,7 @@ def counted(name: str, function):
 
 
 def record(folder: Path) -> None:
-    """Write the record after training: steps as logged, calls, indexer losses, squares of the weights."""
+    """Write the record after training: logged steps, calls, indexer losses, squares of the weights."""
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.train import Trainer
 
@@ -138,7 +138,7 @@ def record(folder: Path) -> None:
 
 
 def whole(parameter) -> float:
-    """Return the sum of squares of a parameter, all ranks' parts of it."""
+    """Return the sum of squares of a parameter over all ranks' parts."""
     parameter = parameter.detach()
     parameter = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return float(parameter.double().square().sum())

@@ -1,4 +1,4 @@
-"""One rank of layers that FSDP2 shards and whose indexers alone are trained, beside one process."""
+"""One rank of layers that FSDP2 shards and that train only their indexers, compared with one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 24
 
 
 def layers(stage: str, batch: int) -> nn.ModuleList:
-    """Three dense blocks with sparse attention; everything but their indexers is frozen."""
+    """Build three dense blocks with sparse attention; all weights except their indexers' are frozen."""
     options = by_config.SparseOptions(topk=8, index_heads=4, index_dim=32, stage=stage)
     torch.manual_seed(0)
     built = nn.ModuleList()
@@ -38,7 +38,7 @@ def backward(blocks: nn.ModuleList, hidden: torch.Tensor) -> None:
 
 
 def compare(stage: str) -> list[str]:
-    """Names of gradients that are not those of one process with the batch of all."""
+    """Return the names of gradients that differ from one process's with the whole batch."""
     ranks = dist.get_world_size()
     hidden = torch.randn(2 * ranks, ROWS, 64, generator=torch.Generator().manual_seed(1))
     alone, sharded = layers(stage, 2 * ranks), layers(stage, 2 * ranks)
@@ -47,12 +47,12 @@ def compare(stage: str) -> list[str]:
         fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)))
     backward(sharded, hidden.chunk(ranks)[dist.get_rank()])
     wrong = []
-    for (name, expected), found in zip(alone.named_parameters(), sharded.parameters(), strict=True):
+    for (name, expected), param in zip(alone.named_parameters(), sharded.parameters(), strict=True):
         if ".indexer." in name:
-            # FSDP2 takes means over ranks; losses are divided by the rows of all ranks already.
-            error = (found.grad.full_tensor() * ranks - expected.grad).abs().max()
+            # FSDP2 averages over ranks; losses are divided by the rows of all ranks already.
+            error = (param.grad.full_tensor() * ranks - expected.grad).abs().max()
             if error > 1e-4 * expected.grad.abs().max():
                 wrong.append(name)
-        elif found.grad is not None:
+        elif param.grad is not None:
             wrong.append(name)
     return wrong

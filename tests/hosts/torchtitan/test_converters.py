@@ -1,4 +1,4 @@
-"""Converters of TorchTitan 0.3 on configurations alone: what they replace, and what they refuse."""
+"""Converters of TorchTitan 0.3 on configurations only: replacements and refusals."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_documents_are_told_apart_where_the_model_tells_them():
 
 
 def test_a_document_sees_nothing_of_the_one_before_it():
-    """The output of a document in a pack is its output alone."""
+    """A document's output in a pack equals its output by itself."""
     config = model().layers[0].attention
     config.inner_attention = FlexAttention.Config()
     config.rope = dataclasses.replace(config.rope, max_seq_len=24)
@@ -156,7 +156,7 @@ def test_a_document_sees_nothing_of_the_one_before_it():
 
 @pytest.mark.parametrize("layout", ["halves", "pairs"])
 def test_the_indexers_rotary_embedding(layout):
-    """Scores of a query and a key depend on their distance alone, as those of the formula do."""
+    """Scores depend only on the distance of query and key, as in the formula."""
     config = model().layers[0].attention
     config.rope = dataclasses.replace(config.rope, max_seq_len=64, scaling="none")
     options = by_config.SparseOptions(**SMALL, rope_layout=layout, loss_coeff=0)

@@ -1,4 +1,4 @@
-"""TorchTitan 0.2's own trainer with the configuration of its page here, and each of its converters."""
+"""TorchTitan 0.2's own trainer with the configuration of its page, and each of its converters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_losses_with_each_converter_are_those_without(folder, stock, name):
     ours = jobs.by_model(folder, converters=[name], **DENSE)
     assert set(ours.calls) == CALLED[name]
     assert stock.calls == {}
-    # Its experts are in fp32 one by one, and in bfloat16 together.
+    # Stock computes its experts in fp32 one by one, and in bf16 together.
     relative = 2e-3 if name == "grouped_matmul" else 1e-5
     assert len(stock.steps) == 4
     assert ours.steps == [pytest.approx(step, rel=relative) for step in stock.steps]

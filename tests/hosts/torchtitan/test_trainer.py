@@ -13,7 +13,7 @@ from tests.hosts.torchtitan import jobs
 pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3: make test-hosts")
 
 DENSE = {"topk": 64, "index_heads": 4, "index_dim": 32, "loss_coeff": 0}
-"""Sequences have 64 rows: every key is selected."""
+"""All keys are selected: sequences have 64 rows."""
 SPARSE = {"topk": 4, "index_heads": 4, "index_dim": 32}
 ALL = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
 CALLED = {
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(folder):
-    """Records of stock jobs by layout, each of them run once."""
+    """Return a cached function from a layout to the record of its stock job."""
 
     @cache
     def run(layout: str | None = None) -> jobs.Record:
@@ -90,7 +90,7 @@ def test_the_indexer_learns_and_sparse_attention_is_another_function(folder, sto
     assert still.indexer_losses == []
     assert len(trained.indexer_losses) == 4
     assert all(loss > 0 for loss in trained.indexer_losses)
-    # Before the first update the model's own loss knows nothing of the indexer's.
+    # Before the first update the model's own loss does not depend on the indexer's loss.
     assert trained.steps[0][1] == still.steps[0][1]
     moved = [name for name in trained.weights if trained.weights[name] != still.weights[name]]
     assert [name for name in moved if ".indexer." in name]
@@ -98,7 +98,7 @@ def test_the_indexer_learns_and_sparse_attention_is_another_function(folder, sto
 
 @pytest.fixture(scope="session")
 def seeded(folder):
-    """A job with an indexer whose loss outweighs the model's, from one set of weights in every layout."""
+    """Return a function that runs a job from the same weights; its indexer loss outweighs the model's."""
     converters = {"names": ["npu_dsa"], **SPARSE, "loss_coeff": 100.0}
     saving = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--dump_folder", "seed")
     seed = ["--module", "tests.hosts.torchtitan", "--config", "converted", *saving]
@@ -107,21 +107,25 @@ def seeded(folder):
 
     @cache
     def norm(ranks: int, *arguments: str) -> float:
-        given = ("--checkpoint.enable", "--checkpoint.initial_load_path", f"{folder}/seed/checkpoint/step-0")
-        given += (
+        job_arguments = (
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_path",
+            f"{folder}/seed/checkpoint/step-0",
+        )
+        job_arguments += (
             "--dump_folder",
             f"seeded-{len(list(folder.iterdir()))}",
             "--training.steps",
             "1",
             *arguments,
         )
-        return jobs.by_config(folder, ranks, *given, converters=converters).steps[0][2]
+        return jobs.by_config(folder, ranks, *job_arguments, converters=converters).steps[0][2]
 
     return norm
 
 
 ONE_SEQUENCE = ("--training.local_batch_size", "1")
-# Documents are dealt out to data parallel ranks: these all are the same one.
+# Data parallel ranks get different documents: make all documents the same.
 SAME = (*ONE_SEQUENCE, "--dataloader.dataset_path", "same")
 STEPS = {
     "tp": ((1,), (2, *LAYOUTS["tp"][1])),

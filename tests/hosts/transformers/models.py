@@ -1,4 +1,4 @@
-"""Models of transformers with random weights, small, and what they are called with."""
+"""Small models of transformers with random weights, and their inputs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ KINDS = {
     "glm_moe_dsa": {},
     "glm_moe_dsa sharing": {"index_topk_pattern": "FSF"},
 }
-"""Configurations by name, which begins with the ``model_type``; the last's second layer has no indexer."""
+"""Configurations by name, which begins with the ``model_type``; in the last, layer 2 has no indexer.
+"""
 VOCABULARY, TOPK, LAYERS = 97, 6, 3
 
 
 def build(name: str, **others: Any) -> Any:
-    """Build a model with weights large enough for attention to be far from uniform; in training mode.
-
-    Of equal index scores ``torch.topk`` takes any; so many heads make none that is exactly 0.
-    """
+    """Build a model with weights large enough for attention to be far from uniform; in training mode."""
     import transformers
 
+    # Of equal index scores ``torch.topk`` takes any; with this many heads no score is exactly 0.
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -71,12 +70,12 @@ def build(name: str, **others: Any) -> Any:
 
 
 def tokens(batch: int = 2, rows: int = 40) -> Tensor:
-    """``[batch, rows]``, the same in every call."""
+    """Return ``[batch, rows]`` token ids, the same in every call."""
     return torch.randint(VOCABULARY, (batch, rows), generator=torch.Generator().manual_seed(1))
 
 
 def packed() -> dict[str, Tensor]:
-    """Documents of 13, 20 and 7 tokens in one row, told by their positions."""
+    """Return documents of 13, 20 and 7 tokens in one row, separated by their positions."""
     return {
         "input_ids": tokens(1),
         "position_ids": torch.cat([torch.arange(n) for n in (13, 20, 7)])[None],
@@ -84,7 +83,7 @@ def packed() -> dict[str, Tensor]:
 
 
 def padded(side: str) -> dict[str, Tensor]:
-    """Two sequences, the first of them with 9 tokens of padding."""
+    """Return two sequences, the first one with 9 tokens of padding."""
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[0, slice(9) if side == "left" else slice(31, None)] = 0
     return {"input_ids": tokens(), "attention_mask": mask}

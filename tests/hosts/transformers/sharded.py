@@ -1,4 +1,4 @@
-"""One rank of a model whose layers are wrapped, beside the same model in one process."""
+"""One rank of a model with wrapped layers, compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.hosts.transformers.models import build, close, tokens
 
 COEFFICIENT = 0.5
 
-# -- which parameters are trained --------------------------------------------------------------
+# -- trained parameters ------------------------------------------------------------------------
 
 TRAINED: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
@@ -45,7 +45,7 @@ def adapted(kind: str) -> Any:
     return peft.get_peft_model(build(kind), config)
 
 
-# -- what is wrapped ---------------------------------------------------------------------------
+# -- wrapped modules ---------------------------------------------------------------------------
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -53,7 +53,7 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def shard(model: Any, *parts: str, **options: Any) -> Any:
-    """FSDP2 of parts of each layer, by their names, and of the model; "" is the layer."""
+    """Apply FSDP2 to parts of each layer, by their names, and to the model; "" is the layer."""
     options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in parts:
         for layer in layers_of(model):
@@ -91,13 +91,13 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 
 
 def step(model: Any, in_use: Any, ids: torch.Tensor, own_loss: bool = False) -> None:
-    """Backward of the model's loss and the indexers', or of the indexers' alone."""
+    """Run backward of the model's loss and the indexers', or only of the indexers'."""
     output = model(input_ids=ids, labels=None if own_loss else ids, use_cache=False)
     (COEFFICIENT * in_use.loss if own_loss else output.loss).backward()
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Whole gradients by the names that parameters have in one process."""
+    """Return whole gradients by the parameters' names in one process."""
     if isinstance(model, FullyShardedDataParallel):
         context: Any = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
     else:
@@ -120,15 +120,15 @@ def compare(
     stage: str = "warmup",
     bound: float = 1e-4,
 ) -> list[str]:
-    """Return which losses and gradients of two steps are not those of one process with the batch of all.
+    """Return names of losses and gradients of two steps that differ from one process with the whole batch.
 
     Args:
-        make: builds the model.
-        wrap: shards it.
-        before: whether it is in use before it is wrapped.
-        own_loss: whether the indexers' loss alone goes backward.
-        stage: of the training.
-        bound: of a difference, as a share of the largest value.
+        make: function that builds the model.
+        wrap: function that shards the model.
+        before: whether the model is in use before it is wrapped.
+        own_loss: whether only the indexers' loss runs backward.
+        stage: stage of the training.
+        bound: bound of a difference, relative to the largest value.
     """
     options: dict[str, Any] = {"stage": stage, "loss_coeff": COEFFICIENT}
     ids = tokens(2 * dist.get_world_size())
@@ -142,36 +142,38 @@ def compare(
     in_use = apply_dsa(model, **options) if before else None
     model = wrap(model)
     in_use = in_use or apply_dsa(model, **options)
-    own = ids.chunk(dist.get_world_size())[dist.get_rank()]
+    local_ids = ids.chunk(dist.get_world_size())[dist.get_rank()]
     wrong = []
     for _ in range(2):
         model.zero_grad()
-        step(model, in_use, own, own_loss)
+        step(model, in_use, local_ids, own_loss)
         losses, theirs = (torch.stack(list(x.losses.values())).detach() for x in (in_use, whole))
         dist.all_reduce(losses)
         if not close(losses / dist.get_world_size(), theirs, bound):
             wrong.append("losses")
-        found = gradients(model)
+        gathered = gradients(model)
         wrong += [
-            name for name, x in expected.items() if name not in found or not close(found[name], x, bound)
+            name
+            for name, x in expected.items()
+            if name not in gathered or not close(gathered[name], x, bound)
         ]
-        # FSDP2 reduces zeros where a unit has no gradient in the backward that the user asked for.
-        wrong += sorted(name for name in found.keys() - expected.keys() if found[name].any())
+        # FSDP2 reduces zeros where a unit has no gradient in the requested backward.
+        wrong += sorted(name for name in gathered.keys() - expected.keys() if gathered[name].any())
     return wrong
 
 
 def compare_all(kind: str, cases: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """:func:`compare` for cases by ``trained`` and ``wrapped``; what is wrong by case."""
-    found = {}
+    """Run :func:`compare` for cases by ``trained`` and ``wrapped``; return the differences by case."""
+    differences = {}
     for case in cases:
         options = dict(case)
         make = partial(built, kind, options.pop("trained"))
-        found[str(case)] = compare(make, WRAPPED[options.pop("wrapped")], **options)
-    return {case: wrong for case, wrong in found.items() if wrong}
+        differences[str(case)] = compare(make, WRAPPED[options.pop("wrapped")], **options)
+    return {case: wrong for case, wrong in differences.items() if wrong}
 
 
 def compare_adapters(kind: str) -> list[str]:
-    """The same of adapters of indexers, which transformers' layers are frozen beside."""
+    """Run :func:`compare` for adapters of indexers, with transformers' layers frozen."""
     return [
         name
         for before in (True, False)
@@ -180,7 +182,7 @@ def compare_adapters(kind: str) -> list[str]:
 
 
 def compare_loaded(kind: str, folder: str, trained: str, bound: float, **distributed: Any) -> list[str]:
-    """The same of a model that transformers itself shards when it loads it."""
+    """Run :func:`compare` for a model that transformers itself shards when it loads it."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -195,27 +197,27 @@ def compare_loaded(kind: str, folder: str, trained: str, bound: float, **distrib
 
 
 def compare_mixed_precision(kind: str) -> list[str]:
-    """Gradients in bf16 that differ from those of layers that stay gathered, which need no hook."""
+    """Return names of bf16 gradients that differ from layers that stay gathered, which need no hook."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = []
+    both = []
     for reshard in (True, False):
         model = shard(built(kind, "indexers"), "", mp_policy=policy, reshard_after_forward=reshard)
         step(model, apply_dsa(model, stage="warmup", loss_coeff=COEFFICIENT), tokens())
-        found.append(gradients(model))
-    ours, expected = found
+        both.append(gradients(model))
+    ours, expected = both
     assert expected
     return [name for name, x in expected.items() if not torch.equal(ours[name], x)]
 
 
 def gathered_at_once(kind: str) -> list[int]:
-    """Layers whose weights are whole when backward comes to each layer, the last one first."""
+    """Return numbers of layers with whole weights when backward reaches each layer, the last one first."""
     model = shard(built(kind, "indexers"), "")
     in_use = apply_dsa(model, stage="warmup", loss_coeff=COEFFICIENT)
-    found: list[int] = []
+    counts: list[int] = []
 
     def count(gradient: torch.Tensor) -> None:
         whole = [not any(isinstance(x, DTensor) for x in layer.parameters()) for layer in layers_of(model)]
-        found.append(sum(whole))
+        counts.append(sum(whole))
 
     def watch(module: Any, args: Any, output: Any) -> None:
         (output[0] if isinstance(output, tuple) else output).register_hook(count)
@@ -223,4 +225,4 @@ def gathered_at_once(kind: str) -> list[int]:
     for layer in layers_of(model):
         layer.register_forward_hook(watch)
     step(model, in_use, tokens())
-    return found
+    return counts

@@ -1,4 +1,4 @@
-"""Models that :func:`apply_dsa` does not serve get one message that says what to do; undo leaves nothing."""
+"""Unsupported models get one message with a remedy from :func:`apply_dsa`; undo leaves nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
     elsewhere = SimpleNamespace(attention_dropout=0.0, named_parameters=lambda: [("q_a_proj.weight", weight)])
     with pytest.raises(BackendUnavailable, match=r"'mps'.*cpu, cuda, npu.*backend='reference'"):
         checks.check(model, {"layer": elsewhere}, "auto", False)
-    apply_dsa(model)  # nothing of that was applied
+    apply_dsa(model)  # nothing was applied before
     assert layer.config._attn_implementation == NAME
 
 
@@ -121,7 +121,7 @@ def test_releases_without_these_models_are_named(monkeypatch):
 
 
 def unlike_indexers():
-    """Ways in which the indexer of another release may not be that of those that were tried."""
+    """Return ways in which another release's indexer may differ from the tested ones."""
     kind = type(build("deepseek_v32").model.layers[0].self_attn.indexer)
     plain = kind.forward
 
@@ -144,7 +144,7 @@ def unlike_indexers():
 
 @pytest.mark.parametrize("number", range(3))
 def test_an_indexer_that_returns_other_than_indices_is_refused(monkeypatch, number):
-    """Of a tuple's place a batch of two would be unpacked: its first row as scores, its second as indices."""
+    """A tuple would be unpacked along a batch of two: its first row as scores, its second as indices."""
     kind, others = unlike_indexers()
     message, forward = list(others.items())[number]
     model = build("deepseek_v32")
@@ -152,7 +152,7 @@ def test_an_indexer_that_returns_other_than_indices_is_refused(monkeypatch, numb
     with pytest.raises(ImportError, match=rf"DeepseekV32Indexer of transformers \S+ {message}"):
         apply_dsa(model)
     monkeypatch.undo()
-    apply_dsa(model)  # nothing of that was applied
+    apply_dsa(model)  # nothing was applied before
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_indexer_that_returns_other_than_indices_is_refused(monkeypatch, numb
     ids=["heads", "nothing", "dense layers"],
 )
 def test_tensor_parallel_ranks_are_refused_where_heads_are_split(monkeypatch, plan, refused):
-    """Ranks of experts are tensor parallel ranks to transformers, and may have all heads each."""
+    """To transformers, ranks of experts are tensor parallel ranks; each of them may have all heads."""
     model = build("glm_moe_dsa")
     monkeypatch.setattr(model, "_tp_size", 2)
     monkeypatch.setattr(model, "_tp_plan", plan)
@@ -232,7 +232,7 @@ def test_files_are_the_model_s_own(tmp_path):
 
 
 def test_a_copy_has_losses_of_its_own():
-    """A teacher that is called between a model and its loss does not take the place of that loss."""
+    """A teacher that is called between a model's forward and its loss does not replace that loss."""
     model = build("glm_moe_dsa sharing")
     in_use = apply_dsa(model, loss_coeff=0.5)
     other = copy.deepcopy(model)
@@ -240,10 +240,10 @@ def test_a_copy_has_losses_of_its_own():
         for parameter in other.parameters():
             parameter.mul_(0.9)
     output = model(tokens(), labels=tokens(), use_cache=False)
-    found = in_use.losses
+    losses = in_use.losses
     of_other = other(tokens(), labels=tokens(), use_cache=False)
-    assert in_use.losses is found
-    assert len(found) == 2
+    assert in_use.losses is losses
+    assert len(losses) == 2
     of_other.loss.backward()
     trained = [x.grad is not None for name, x in other.named_parameters() if ".indexer." in name]
     assert trained

@@ -1,4 +1,4 @@
-"""The benchmark of transformers' models: a figure of each way, and a way that memory does not suffice for."""
+"""The benchmark of transformers' models: a figure of each way, and a way that exceeds memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def test_each_way_is_measured_in_a_process_of_its_own():
 
 
 def test_a_way_that_needs_more_memory_says_so():
-    """Index scores of 8 heads for 16384 tokens are 8 GiB, and there are two of them."""
+    """Index scores of 8 heads for 16384 tokens are 8 GiB, and there are two copies."""
     found = transformers_models.measured("eager", transformers_models.PASSES[0], 16384, quick=True)
     assert found == f"more than {transformers_models.LIMIT_GIB} GiB"

@@ -1,6 +1,6 @@
-"""Experts of transformers' models on our operators, as on NPUs: what transformers' own products give.
+"""Experts of transformers' models on our operators, as on NPUs, equal transformers' own products.
 
-On CPU tensors: ``_DEVICES`` of the module says where they are used.
+The tests use CPU tensors; ``_DEVICES`` of the module lists the devices that are served.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tests.hosts.transformers.models import INPUTS, KINDS, build, close
 from tests.hosts.transformers.test_parity import step
 
 EXPERTS = 8
-"""Experts of a layer of the models."""
+"""Number of experts of a layer in the models."""
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Serve CPU tensors; yields the widths of what is multiplied."""
+    """Serve CPU tensors; yield the number of rows of each product."""
     monkeypatch.setattr(experts, "_DEVICES", ("cpu",))
     widths = []
     multiply = experts.grouped_matmul
@@ -39,7 +39,7 @@ def test_logits_and_gradients_are_transformers_own(calls, name):
     assert model.config._experts_implementation == NAME
     ours, of_ours = step(model, INPUTS["causal"])
     rows = INPUTS["causal"]["input_ids"].numel() * 2
-    assert calls == [rows] * 4  # up and down in two layers, the first one is dense
+    assert calls == [rows] * 4  # up and down in two layers; the first one is dense
     assert close(ours, logits)
     assert [key for key in gradients if not close(of_ours[key], gradients[key])] == []
     in_use.undo()
@@ -81,7 +81,7 @@ def test_a_model_that_is_moved_later_looks_at_each_call(calls, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_of_other_ranks_add_nothing(calls, dtype):
-    """A token may have several of them, or nothing else; the rows of others are as before."""
+    """A token may have several experts of other ranks, or only such; rows of local experts stay the same."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     layer = build("deepseek_v32").model.layers[1].mlp.experts.to(dtype)
@@ -92,13 +92,13 @@ def test_experts_of_other_ranks_add_nothing(calls, dtype):
     ids[:6, 1:] = EXPERTS
     ids[6] = EXPERTS
     weights = torch.rand(20, 3, generator=generator).masked_fill(ids == EXPERTS, 0).requires_grad_()
-    found = []
+    both = []
     for run in (grouped_mm_experts_forward, experts.run_experts):
         out = run(layer, tokens, ids, weights)
         leaves = (tokens, weights, layer.gate_up_proj, layer.down_proj)
-        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
+        both.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
     assert calls == [int((ids < EXPERTS).sum())] * 2
-    theirs, ours = found
+    theirs, ours = both
     assert theirs[0].dtype == ours[0].dtype == dtype
     assert not ours[0][6].any()
     for mine, other in zip(ours, theirs, strict=True):

@@ -1,7 +1,7 @@
-"""The indexer's loss in transformers' models: its value and gradients by transformers' own tensors, its ways.
+"""The indexer's loss in transformers' models: values and gradients from transformers' tensors, and its uses.
 
-Index scores are those that transformers' indexers compute, with a graph where their ``no_grad`` is left out;
-probabilities those that eager attention returns; the divergence is a formula in fp64.
+Index scores are computed by transformers' indexers, with a graph because their ``no_grad`` is removed.
+Probabilities come from eager attention; the divergence is a formula in fp64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 
 class Scores(TorchFunctionMode):
-    """Index scores of every call of an indexer, which it hands to ``Tensor.topk``."""
+    """Mode that collects index scores from every indexer call, at ``Tensor.topk``."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Scores(TorchFunctionMode):
 
 
 def expected_losses(model, stage, inputs, monkeypatch):
-    """Losses of the layers with an indexer, each of its own operands: from transformers' tensors."""
+    """Return losses of the layers with an indexer, each with its own operands, from transformers' tensors."""
     if stage == "warmup":
         model = copy.deepcopy(model)
         for layer in model.model.layers:
@@ -55,17 +55,17 @@ def expected_losses(model, stage, inputs, monkeypatch):
     monkeypatch.undo()
     having = [i for i, x in enumerate(model.model.layers) if x.self_attn.indexer is not None]
     losses, counted = {}, inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    routed = [found for found in scores.found if found.shape[1] == found.shape[2]]
-    for layer, found in zip(having, routed, strict=True):
+    routed = [index_scores for index_scores in scores.found if index_scores.shape[1] == index_scores.shape[2]]
+    for layer, index_scores in zip(having, routed, strict=True):
         probabilities = (
             output.attentions[layer].detach().double().transpose(1, 2)
         )  # [batch, rows, heads, keys]
-        mask = found > torch.finfo(found.dtype).min / 2
+        mask = index_scores > torch.finfo(index_scores.dtype).min / 2
         if stage == "sparse":
-            chosen = found.topk(min(TOPK, found.shape[-1]), dim=-1).indices
-            mask = mask & torch.zeros_like(mask).scatter(-1, chosen, True)
+            selection = index_scores.topk(min(TOPK, index_scores.shape[-1]), dim=-1).indices
+            mask = mask & torch.zeros_like(mask).scatter(-1, selection, True)
         rows = oracle.divergence(
-            found.double().masked_fill(~mask, 0.0), probabilities * mask[:, :, None], mask
+            index_scores.double().masked_fill(~mask, 0.0), probabilities * mask[:, :, None], mask
         )
         losses[layer] = rows[counted].mean()
     return losses, {layer: model.model.layers[layer].self_attn.indexer for layer in having}
@@ -99,12 +99,12 @@ def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
     model = build("deepseek_v32")
     plain, without = gradients(model)
     in_use = apply_dsa(model, loss_coeff=0.25)
-    output, found = gradients(model)
+    output, gradients_with_loss = gradients(model)
     assert close(output.loss, plain.loss + 0.25 * in_use.loss.detach())
-    assert {name for name in found if name not in without} == {
+    assert {name for name in gradients_with_loss if name not in without} == {
         name for name, _ in model.named_parameters() if ".indexer." in name
     }
-    assert [name for name in without if not close(found[name], without[name])] == []
+    assert [name for name in without if not close(gradients_with_loss[name], without[name])] == []
     # input_ids, attention_mask, position_ids, cache, inputs_embeds, labels
     assert torch.equal(model(tokens(), None, None, None, None, tokens(), False).loss, output.loss)
     as_tuple = model(tokens(), labels=tokens(), use_cache=False, return_dict=False)
@@ -128,12 +128,12 @@ def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
     output, expected = gradients(model)
     losses = dict(in_use.losses)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, found = gradients(model)
+    again, recomputed = gradients(model)
     assert torch.equal(again.loss, output.loss)
     assert {layer: float(x) for layer, x in in_use.losses.items()} == {
         layer: float(x) for layer, x in losses.items()
     }
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert [name for name in expected if not torch.equal(recomputed[name], expected[name])] == []
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="'use_reentrant': False"):
         gradients(model)
@@ -155,7 +155,7 @@ def test_there_is_no_loss_in_evaluation_without_gradients_or_with_frozen_indexer
 
 
 def test_warm_up_trains_indexers_alone_and_then_the_sparse_stage_both():
-    """As the page has it: attention is dense and the model frozen, until indexers know where it looks."""
+    """As on the page: attention is dense and the model frozen, until indexers know the important keys."""
     model = build("deepseek_v32")
     dense = build("deepseek_v32", index_topk=1000)(tokens()).logits.detach()
     in_use = apply_dsa(model, stage="warmup", loss_coeff=1.0)
@@ -163,15 +163,15 @@ def test_warm_up_trains_indexers_alone_and_then_the_sparse_stage_both():
         parameter.requires_grad_(".indexer." in name)
     before = {name: x.clone() for name, x in model.named_parameters()}
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2)
-    found = []
+    losses = []
     for _ in range(40):
         output = model(tokens(), labels=tokens(), use_cache=False)
         assert close(output.logits, dense)
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(in_use.loss))
-    assert found[-1] < 0.5 * found[0]
+        losses.append(float(in_use.loss))
+    assert losses[-1] < 0.5 * losses[0]
     moved = {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
     assert moved == {name for name in before if ".indexer." in name}
     in_use.stage = "sparse"

@@ -1,6 +1,6 @@
-"""Logits, gradients and generated tokens of transformers' models are those of transformers' own attention.
+"""Logits, gradients and generated tokens of transformers' models equal transformers' own attention.
 
-Compared with the installed transformers in fp32, ``eager`` and ``sdpa``.
+The comparison is with the installed transformers in fp32, ``eager`` and ``sdpa``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 
 def step(model, inputs):
-    """Logits of tokens, and gradients of the loss of what they predict, which rows of padding do not."""
+    """Return logits, and gradients of the loss of predicted tokens, without padding."""
     model.zero_grad()
     counts = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     predicted = counts * torch.cat([counts[:, :1], counts[:, :-1]], dim=1)
@@ -66,7 +66,7 @@ def test_logits_and_gradients_are_sdpa_s(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_keys_stay_latent_where_that_is_faster(name, monkeypatch):
-    """Absorbed attention has its own sums: the same logits and gradients, that of the up-projection too."""
+    """Absorbed attention sums in another order, with equal logits and gradients, up-projection included."""
     from mindspeed_dsa.integrations.transformers import layers
 
     seen = []
@@ -80,18 +80,21 @@ def test_masks_of_the_user_are_read():
     ids = tokens(1, 24)
     window = (torch.arange(24)[:, None] - torch.arange(24)).clamp(-1, 15)
     visible = ((window >= 0) & (window < 15))[None, None]
-    given = {"bool": visible, "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)}
+    masks_by_dtype = {
+        "bool": visible,
+        "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min),
+    }
     with torch.no_grad():
-        expected = model(ids, attention_mask=given["float"]).logits
+        expected = model(ids, attention_mask=masks_by_dtype["float"]).logits
         apply_dsa(model)
-        for mask in given.values():
+        for mask in masks_by_dtype.values():
             assert close(model(ids, attention_mask=mask).logits, expected)
         with pytest.raises(ValueError, match="not one behind the other"):
             model(ids, attention_mask=visible & (torch.arange(24) != 3))
 
 
 def test_a_mask_is_waited_for_once():
-    """Whatever is asked of it; a row of padding has two questions, and a float mask of the user has, too."""
+    """For any mask: a row of padding has two queries, and so does a float mask of the user."""
     chunked = {"mask_function": lambda batch, head, row, key: (key <= row) & (row - key < 15)}
     tokens = torch.ones(2, 24, dtype=torch.bool)
     padded = tokens.clone()
@@ -140,7 +143,7 @@ def test_a_mask_that_is_more_than_visible_keys_is_refused(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_16_bits_run_near_those_in_32(dtype):
-    """Selections of 16-bit operands are others here and there, on both sides."""
+    """Selections from 16-bit operands differ here and there, on both sides."""
     model = build("deepseek_v32").eval()
     exact = model(tokens()).logits.detach()
     model.to(dtype)
@@ -175,7 +178,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
 def test_generated_tokens_are_eager_s(name, way):
-    """With left padding; rows behind a cache, whose keys are more than a row selects."""
+    """Includes left padding, and rows after a cache with more keys than a row selects."""
     model = build(name).eval()
     model.generation_config.pad_token_id = 0
     options = {
@@ -194,7 +197,7 @@ def test_generated_tokens_are_eager_s(name, way):
 
 
 def test_a_row_behind_a_cache_expands_no_key(monkeypatch):
-    """Keys that do not stay latent would be expanded anew, all of them, for every new token."""
+    """Keys that do not stay latent would all be expanded anew for every new token."""
     model = build("deepseek_v32").eval()
     apply_dsa(model)
     rows = []
@@ -208,7 +211,7 @@ def test_a_row_behind_a_cache_expands_no_key(monkeypatch):
 
 
 def test_an_up_projection_that_somebody_replaced_is_called():
-    """Its weight alone, which absorbed queries are multiplied by, would leave out what was put there."""
+    """Absorbed queries multiply with its weight only, which would ignore the replaced forward."""
     model = build("deepseek_v32").eval()
     for layer in model.model.layers:
         projection = layer.self_attn.kv_b_proj
@@ -224,7 +227,7 @@ def test_an_up_projection_that_somebody_replaced_is_called():
 
 
 def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
-    """One is held between two parts of a layer, while the other's call goes through it."""
+    """One thread is held between two parts of a layer, while another thread's call passes through."""
     model = build("deepseek_v32").eval()
     held, passed = threading.Event(), threading.Event()
     with torch.no_grad():
@@ -236,11 +239,11 @@ def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
     select = indexer.forward
 
     def selected(*args, **kwargs):
-        found = select(*args, **kwargs)
+        selection = select(*args, **kwargs)
         if threading.current_thread() is not threading.main_thread():
             held.set()
             assert passed.wait(60)
-        return found
+        return selection
 
     monkeypatch.setattr(indexer, "forward", selected)
 
@@ -252,6 +255,6 @@ def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
         found = pool.submit(call)
         assert held.wait(60)
         with torch.no_grad():
-            model(tokens(2, 5), use_cache=False)  # keys by head, where the other's are latent
+            model(tokens(2, 5), use_cache=False)  # keys by head, while the other call's are latent
         passed.set()
         assert close(found.result(), expected)

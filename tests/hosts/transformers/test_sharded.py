@@ -1,7 +1,7 @@
-"""Layers that FSDP gathers for backward give losses and gradients of one process, whatever is trained.
+"""Layers that FSDP gathers for backward have the losses and gradients of one process, for any trained part.
 
-In the warm-up, below the first layer that is trained and beside adapters of indexers alone no layer's output
-requires a gradient by itself, and FSDP hooks the gathering of weights for backward on outputs that do.
+In the warm-up, below the first trained layer, and with adapters of indexers only, no layer's output requires
+a gradient by itself. FSDP hooks the gathering of weights for backward on outputs that do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(pool, case, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_losses_and_gradients_are_those_of_one_process(pool, wrapped, kind):
-    # A model that is in use when FSDP1 wraps it has hooks inside of what wraps it, as any.
+    # A model in use when FSDP1 wraps it has hooks inside the wrapper, like any other module.
     before = [True, False] if wrapped == "layers" else ["FSDP1" in wrapped]
     cases = [
         {"trained": trained, "wrapped": wrapped, "before": first} for trained in TRAINED for first in before
@@ -78,7 +78,7 @@ def test_mixed_precision_has_the_bits_of_layers_that_stay_gathered(pool):
 
 
 def test_layers_are_gathered_and_freed_one_after_the_other(pool):
-    """Beside the one whose turn it is there are weights that FSDP2 gathers ahead, not yet waited for."""
+    """FSDP2 also gathers the next layer's weights ahead, which are not yet waited for."""
     for kind in KINDS:
         assert run(pool, "gathered_at_once", kind=kind) == [[1, 1, 1], [1, 1, 1]]
 

@@ -45,7 +45,7 @@ def test_the_trainer_trains_indexers_and_reports_the_sum(tmp_path, accumulated):
     assert not any(torch.equal(x, start[name]) for name, x in weights.items() if ".indexer.w" in name)
     found, of_parts = train(8 // accumulated, 2, accumulated)
     assert found == pytest.approx(losses, rel=1e-3)
-    # Adam's first steps are as large for gradients of nearly nothing.
+    # Adam's first steps are as large for gradients of almost zero.
     assert [name for name in weights if not close(of_parts[name], weights[name], 5e-3)] == []
 
 

@@ -1,4 +1,4 @@
-"""A job that trains nothing: it writes the files of a real one, as its flags say. Starts without torch."""
+"""A job that trains nothing: it writes a real job's files, according to its flags. Starts without torch."""
 
 from __future__ import annotations
 

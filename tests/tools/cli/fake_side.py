@@ -1,4 +1,4 @@
-"""A side of ``try`` without torch, for tests: the losses and the end that the environment asks for."""
+"""A side of ``try`` without torch, for tests: the environment sets its losses and its end."""
 
 import json
 import os

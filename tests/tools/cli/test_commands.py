@@ -1,4 +1,4 @@
-"""The commands, as a user types them."""
+"""The commands, as typed by a user."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_doctor_reads_a_job_with_shared_selections_behind_its_script(model):
 
 
 def test_doctor_names_a_row_without_a_target_that_a_job_starts_without():
-    """In a release that the feature serves, and where the row's package is installed."""
+    """Only in a release that the feature serves, and only if the row's package is installed."""
     from mindspeed_dsa.tools.cli import doctor
 
     rows = [

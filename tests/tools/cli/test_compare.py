@@ -1,4 +1,4 @@
-"""compare, on a job that writes what a real one would."""
+"""``compare`` on a job that writes a real job's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = str(Path(__file__).with_name("fake_job.py"))
 
 @pytest.fixture
 def compare(tmp_path, capsys, monkeypatch):
-    """Run the command; returns exit status, ``compare.json``, stdout and stderr. Draws where asked to."""
+    """Run the command; return exit status, ``compare.json``, stdout and stderr. Draw if requested."""
 
     def run(*options, job=(JOB,), output="out", draws=False):
         if not draws:
@@ -111,9 +111,9 @@ def test_noise_is_shown_and_not_taken_for_a_difference(compare):
     assert found["measured"]["step_time_s"]["ratio"]["within_noise"] is True
     assert "within noise" in out
     assert "(0.15 s to 0.2 s)" in out
-    own = found["compared"]["lm_loss"]["noise"]
-    assert own["A"]["first_step"] == own["B"]["first_step"] == 3
-    assert own["A"]["max_abs"] == pytest.approx(1e-6)
+    noise = found["compared"]["lm_loss"]["noise"]
+    assert noise["A"]["first_step"] == noise["B"]["first_step"] == 3
+    assert noise["A"]["max_abs"] == pytest.approx(1e-6)
 
 
 def test_different_initial_weights_are_said(compare):
@@ -366,19 +366,19 @@ def test_the_example_for_real(compare, tmp_path, capsys):
         newest = max(tmp_path.glob("out*/compare.json"), key=os.path.getmtime)
         return json.loads(newest.read_text())
 
-    # What is recomputed changes no bit.
-    found = run("--features", "recompute-norm", "--repeats", "2")
-    assert found["warnings"] == []
-    assert found["initial_weights"]["same"] is True
-    assert set(found["compared"]) == {"lm_loss", "grad_norm", "indexer_loss"}
-    assert all(entry["first_step"] is None for entry in found["compared"].values())
-    assert "recompute-norm" in found["sides"]["B"]["features_on"]
-    assert "recompute-norm" not in found["sides"]["A"]["features_on"]
+    # Recomputation changes no bit.
+    comparison = run("--features", "recompute-norm", "--repeats", "2")
+    assert comparison["warnings"] == []
+    assert comparison["initial_weights"]["same"] is True
+    assert set(comparison["compared"]) == {"lm_loss", "grad_norm", "indexer_loss"}
+    assert all(entry["first_step"] is None for entry in comparison["compared"].values())
+    assert "recompute-norm" in comparison["sides"]["B"]["features_on"]
+    assert "recompute-norm" not in comparison["sides"]["A"]["features_on"]
 
     # Another seed: the same weights, because they are loaded, but other data.
-    found = run("--a", "", "--b", "--seed 4321")
-    assert found["initial_weights"]["same"] is True
-    assert found["compared"]["lm_loss"]["first_step"] == 1
+    comparison = run("--a", "", "--b", "--seed 4321")
+    assert comparison["initial_weights"]["same"] is True
+    assert comparison["compared"]["lm_loss"]["first_step"] == 1
 
 
 def test_the_last_words_are_the_jobs_and_not_its_launchers(tmp_path):

@@ -1,4 +1,4 @@
-"""``doctor`` of a whole command line: what the job would refuse is a problem, what it takes is none."""
+"""``doctor`` of a whole command line: problems are exactly the arguments that the job would refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def problems_of(line: str) -> list[str]:
 
 
 def test_a_whole_job_has_megatrons_defaults_and_is_checked_with_them():
-    """RoPE fusion, a default as well, is switched off and no problem."""
+    """RoPE fusion, also a default, is switched off and is no problem."""
     job = f"pretrain_gpt.py {' '.join(DSA)}"
     (problem,) = problems_of(f"-- {job}")
     assert "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine" in problem

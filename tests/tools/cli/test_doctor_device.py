@@ -1,4 +1,4 @@
-"""``doctor --device``: what a process that trains answers, how it ends, and one real run on the CPU."""
+"""``doctor --device``: answers and end of its training process, and one real run on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = (
 
 @pytest.fixture
 def process(monkeypatch):
-    """Let a program that prints lines stand for the one that trains."""
+    """Replace the training process by a program that prints lines."""
 
     def let(*lines, then=""):
         said = "\n".join(f"print({line!r}, flush=True)" for line in lines)
@@ -97,13 +97,13 @@ def test_an_error_has_its_innermost_place():
 
 @pytest.mark.full
 def test_the_cpu_trains_saves_and_resumes():
-    found = doctor_device.examine("cpu")
-    assert [each["stage"] for each in found] == [
+    stages = doctor_device.examine("cpu")
+    assert [each["stage"] for each in stages] == [
         "fp32: 2 steps",
         "bf16: 2 steps",
         "bf16 with --use-fused-dsa: 2 steps",
         "bf16 with --use-fused-dsa: save",
         "bf16 with --use-fused-dsa: resume",
     ]
-    assert not [each for each in found if "error" in each]
-    assert "lightning_indexer cpu" in found[2]["operators"]
+    assert not [each for each in stages if "error" in each]
+    assert "lightning_indexer cpu" in stages[2]["operators"]

@@ -1,4 +1,4 @@
-"""``doctor --job``: command lines as they are typed, MindSpeed-LLM's too, and without torch or Megatron."""
+"""``doctor --job``: command lines as typed, also MindSpeed-LLM's, and without torch or Megatron."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """Run the command with variables, and return its status and what it finds of the environment."""
+    """Run the command with variables; return its status and its findings about the environment."""
     for name in (*LLM_VARIABLES, "NCCL_ALGO", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -165,7 +165,7 @@ def test_without_torch_and_megatron_the_rest_is_printed(tmp_path):
 
 
 def test_the_script_of_mindspeed_llm(doctor, tmp_path):
-    """On a machine without an NPU: nothing to say of its own variables, but of what an article warns of."""
+    """Without an NPU, only variables that an article warns of give findings, not the script's own."""
     job = [*LAUNCH, "pretrain_gpt.py", *LLM, "--accept-mindspeed-flags", "--mindspeed-platform", "npu"]
     _, found, _ = doctor(*job, **LLM_VARIABLES)
     assert found == {}
@@ -176,7 +176,7 @@ def test_the_script_of_mindspeed_llm(doctor, tmp_path):
 
 
 def test_the_size_of_deepseek(tmp_path):
-    """671 billion parameters, and 14 billion of the layer that predicts one more token."""
+    """671 billion parameters, and 14 billion of the multi-token prediction layer."""
     from mindspeed_dsa.tools.migrate.accept import accept
 
     flags = [*LLM, "--accept-mindspeed-flags"]
@@ -200,5 +200,5 @@ def test_a_planned_checkpoint_is_as_large_as_a_saved_one(tmp_path, flags):
     assert done.returncode == 0, done.stderr[-2000:]
     (saved,) = (tmp_path / "checkpoints").glob("iter_*")
     written = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-    # Beside the numbers there are names, shapes, generators and padding: 0.3 to 1 MB.
+    # Names, shapes, generators and padding add 0.3 to 1 MB to the numbers.
     assert 0 < written - size_of(job) < 1.2e6

@@ -1,4 +1,4 @@
-"""The screen of ``doctor``: how long and wide it is, what stands first, and what it says of a fork."""
+"""The screen of ``doctor``: its length and width, its order, and its text about a fork."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def test_a_feature_of_which_every_site_is_skipped_is_not_needed_here(findings):
 
 
 def test_what_a_backport_does_is_in_it(findings):
-    """As fused-dsa on releases that have no DSA to patch."""
+    """Example: fused-dsa on releases without DSA to patch."""
     states = {"dsa-backport": "on", "fused-dsa": doctor_text.NOT_NEEDED, "dsa-absorb": "off"}
     supplies = {"dsa-backport": ("fused-dsa", "dsa-absorb")}
     assert doctor_text.with_suppliers(states, supplies) == {**states, "fused-dsa": "in dsa-backport"}
     newer = {"dsa-kernel-backend": "on", "fused-dsa": doctor_text.NOT_NEEDED}
     supplies_newer = {each.name: each.supplies for each in all_features() if each.supplies}
-    found = doctor_text.with_suppliers({"dsa-backport": doctor_text.NOT_NEEDED, **newer}, supplies_newer)
-    assert found["fused-dsa"] == "in dsa-kernel-backend"
+    states_with_suppliers = doctor_text.with_suppliers(
+        {"dsa-backport": doctor_text.NOT_NEEDED, **newer}, supplies_newer
+    )
+    assert states_with_suppliers["fused-dsa"] == "in dsa-kernel-backend"
     idle = {**states, "dsa-backport": doctor_text.NOT_NEEDED}
     assert doctor_text.with_suppliers(idle, supplies) == idle
     rows = [

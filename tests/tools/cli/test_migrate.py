@@ -1,4 +1,4 @@
-"""``migrate``, as a user types it."""
+"""``migrate``, as typed by a user."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ACCEPT = "--accept-mindspeed-flags --num-layers 3 --shape-order SBH".split()
 
 
 def test_the_one_liner_takes_a_command_line_of_mindspeed(tmp_path):
-    """The parser of this small Megatron knows --num-layers alone, and refuses what is left of others."""
+    """This small Megatron's parser knows only --num-layers, and refuses leftovers of other flags."""
     done = run_script(tmp_path, [LINE, JOB, "print(args.num_layers)"], *ACCEPT)
     assert done.stdout.split() == ["3"], done.stderr
     assert "not needed here: --shape-order" in done.stderr

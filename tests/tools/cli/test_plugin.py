@@ -1,4 +1,4 @@
-"""The example of a plug-in, built and installed as a user would."""
+"""The example plug-in, built and installed as by a user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = ROOT / "examples" / "plugin"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs Python where the plug-in is installed, in a folder of its own in front of what we have."""
+    """Return a function that runs Python with the plug-in installed, in a separate folder on the path."""
     folder = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(
         EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
         )
 
-    # What it depends on is here already, and nothing needs the network.
+    # Its dependencies are installed already, and nothing needs the network.
     built = python(
         *("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", site),
         *("--no-index", "--no-deps", "--no-build-isolation", source),
@@ -48,14 +48,14 @@ def run(tmp_path_factory):
 
 def test_doctor_finds_it_and_its_patch_is_applied(run):
     done = run("-m", "mindspeed_dsa", "doctor", "--json", "--log-router-load", run=warm.run)
-    found = json.loads(done.stdout)
-    assert found["problems"] == []
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
     assert done.returncode == 0
-    row = next(row for row in found["features"] if row["name"] == "router-load")
+    row = next(row for row in report["features"] if row["name"] == "router-load")
     assert row["on"]
     assert row["plugin"] == "mindspeed-dsa-router-load 0.1.0"
     assert row["set_by"] == "argv (--log-router-load)"
-    (site,) = [site for site in found["sites"] if site["features"] == ["router-load"]]
+    (site,) = [site for site in report["sites"] if site["features"] == ["router-load"]]
     assert site["state"] == "applied"
     assert site["stack"] == ["dsa_router_load.router:log_load"]
 

@@ -1,4 +1,4 @@
-"""``selections``: equal keys are counted as sets in rows that choose; attention is lost on the others."""
+"""``selections``: equal keys count as sets in rows that select; attention on keys that B lacks is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``try``: both sides take turns and are compared; what is missing, and a side that ends, are said.
+"""``try``: both sides alternate and are compared; missing packages and sides that exit are reported.
 
-The sides of the quick tests answer without training (``fake_side.py``); the long one trains.
+The sides of the quick tests answer without training (``fake_side.py``); the long test trains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindspeed_dsa.tools.cli import trial
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """Return where ``try`` writes, with sides that do not train."""
+    """Return the output folder of ``try``, with sides that do not train."""
     monkeypatch.setattr(trial, "_MODULE", "tests.tools.cli.fake_side")
     return tmp_path / "out"
 
@@ -35,13 +35,13 @@ def test_both_sides_are_compared(fake, capsys):
     assert "4.00 times" in printed
     assert "0.50 of it" in printed
     assert "losses of 3 steps: the same; largest relative difference 0.0e+00" in printed
-    found = json.loads((fake / "try.json").read_text())
-    assert found["sides"]["fused"] == {
+    report = json.loads((fake / "try.json").read_text())
+    assert report["sides"]["fused"] == {
         "losses": [4.0, 3.0, 2.0],
         "tokens_per_s": 400.0,
         "peak_memory_bytes": 2**23,
     }
-    assert found["versions"]["megatron-core"]
+    assert report["versions"]["megatron-core"]
     assert (fake / "try.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,12 +111,12 @@ def test_the_version_is_the_distributions(capsys):
 
 @pytest.mark.full
 def test_a_small_model_trains_the_same_on_both_sides(tmp_path):
-    """Losses fall, are those of stock Megatron, and the fused side is the one that the operators run in."""
+    """Losses fall, equal stock Megatron's, and only the fused side runs the operators."""
     command = [sys.executable, "-m", "mindspeed_dsa", "try", "--quick", "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "try.json").read_text())
-    stock, fused = (found["sides"][side]["losses"] for side in ("stock", "fused"))
+    report = json.loads((tmp_path / "out" / "try.json").read_text())
+    stock, fused = (report["sides"][side]["losses"] for side in ("stock", "fused"))
     assert stock == pytest.approx(fused, rel=1e-5)
     assert stock[-1] < stock[0] - 0.1
     logs = {side: (tmp_path / "out" / f"{side}.log").read_text() for side in ("stock", "fused")}

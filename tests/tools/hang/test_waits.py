@@ -1,4 +1,4 @@
-"""What ``hang`` says of records, those of some ranks too, and how it refuses what are none."""
+"""Output of ``hang`` for records, also of some ranks only, and its refusal of other files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(folder: Path, each: Record) -> Path:
 
 @pytest.fixture
 def said(tmp_path, capsys):
-    """Write records, and return what the command prints of them."""
+    """Return a function that writes records and returns the command's output for them."""
 
     def say(*records: Record) -> str:
         for each in records:
@@ -56,7 +56,7 @@ def said(tmp_path, capsys):
 
 
 def test_a_rank_that_has_not_come(said):
-    """Of two groups in a chain the cause is the rank that waits for nobody."""
+    """Of two groups in a chain, the cause is the rank that waits for no other."""
     text = said(
         record(
             0, group((0, 1), call(1), waiting(2, name="dispatch of layer 3, microbatch 5, forward")), ranks=3
@@ -94,7 +94,7 @@ def test_all_have_come(said):
 
 @pytest.mark.parametrize("sent", [0, 1])
 def test_messages(said, sent):
-    """What was sent and lies ready holds up nobody."""
+    """A message that has been sent holds up no rank."""
     key, place = "1>0#2", {"source": 1, "destination": 0, "tag": 2}
     text = said(
         record(0, group((0, 1), waiting(1, "recv", **place), kind="PP", messages={key: 1})),
@@ -106,7 +106,7 @@ def test_messages(said, sent):
 
 
 def test_records_of_some_ranks(said):
-    """An asynchronous call counts, where the rank stands in a wait; who has no record has not come."""
+    """An asynchronous call counts where the rank waits for it; a rank without a record has not come."""
     stacks = {"main": ["transfers.py:39 wait: work.wait()"]}
     text = said(
         record(0, group((0, 1), call(1, "all_to_all_single", waits=False, name="combine")), stacks=stacks)
@@ -124,7 +124,7 @@ def test_a_job_that_runs(said):
 
 
 def live(folder: Path, rank: int, *calls: Call) -> None:
-    """Write what a rank leaves that wrote no record."""
+    """Write the files of a rank that wrote no record."""
     file = collectives.live_file(folder, rank)
     collectives.write(file, record(rank, reason="", stacks={}, time=NOW - 99))
     collectives.list_group(file, group((0, 1)))
@@ -140,7 +140,7 @@ def live(folder: Path, rank: int, *calls: Call) -> None:
 
 
 def test_the_last_calls_of_a_rank_that_wrote_nothing(tmp_path, said):
-    """Those that were killed among them, and half a call of those is none."""
+    """They include killed ranks, and half of a call is no call."""
     message = waiting(3, "recv", source=0, destination=1, tag=2)
     live(tmp_path, 1, *(call(number, name=f"number {number}") for number in range(1, 200)), message)
     calls = collectives.live_file(tmp_path, 1).with_suffix(".calls")
@@ -151,10 +151,10 @@ def test_the_last_calls_of_a_rank_that_wrote_nothing(tmp_path, said):
     assert "TP of ranks 0, 1: dispatch of layer 3 (all_reduce, number 200 of the group)" in text
     assert "rank 1 has not: it stood after number 199" in text
     assert "Look at rank 1 first" in text
-    (found,) = collectives.with_calls([group((0, 1))], calls)
-    assert found.collectives == 199
-    assert found.messages == {"0>1#2": 3}
-    assert len(found.calls) == 64
+    (restored,) = collectives.with_calls([group((0, 1))], calls)
+    assert restored.collectives == 199
+    assert restored.messages == {"0>1#2": 3}
+    assert len(restored.calls) == 64
 
 
 def test_long_names_have_room():
@@ -175,7 +175,7 @@ def test_a_rank_that_goes_on_after_its_record_and_is_killed(tmp_path, said, aske
 
 
 def test_the_newest_job_with_a_record_is_read(tmp_path, capsys):
-    """A job that was started again records anew, and has nothing to say yet."""
+    """A restarted job records anew, and has nothing to report yet."""
     for job, reason in (("a", "SIGUSR1"), ("b", "failed with ValueError: a bad batch"), ("c", "")):
         (tmp_path / job).mkdir()
         write(tmp_path / job, record(0, job=job, reason=reason, ranks=1))

@@ -49,19 +49,19 @@ Translations = dict[str, list[tuple[str, Translation]]]
 
 
 def checkout() -> Path:
-    """Return the folder of MindSpeed-LLM that ``MINDSPEED_LLM`` names."""
+    """Return the folder of MindSpeed-LLM in ``MINDSPEED_LLM``."""
     return Path(os.environ["MINDSPEED_LLM"])
 
 
 def paths(kind: str) -> list[Path]:
-    """Return the launch scripts of one kind, without what the command has written beside them."""
+    """Return the launch scripts of one kind, without those that the command has written."""
     folder, pattern = FOLDERS[kind]
-    found = sorted((checkout() / folder).rglob(pattern))
-    return [path for path in found if ".mindspeed_dsa." not in path.name]
+    scripts_of_kind = sorted((checkout() / folder).rglob(pattern))
+    return [path for path in scripts_of_kind if ".mindspeed_dsa." not in path.name]
 
 
 def translated() -> Translations:
-    """Return by kind every script's name and its translation."""
+    """Return every script's name and its translation, by kind."""
     return {
         kind: [(path.name, scripts.migrate(path, RELEASE).translation) for path in paths(kind)]
         for kind in FOLDERS
@@ -85,7 +85,7 @@ def census(translations: Translations) -> str:
 
 
 def releases(language: str = "en") -> str:
-    """Return the table of scripts by release: whole, or what a release does not serve."""
+    """Return the table of scripts by release: whole, or the features that a release lacks."""
     heads = _HEADS[language]
     columns = [heads["script"], heads["flags"], *KINDS.values()]
     columns += [f"core_v{release}" for release in megatron_lm.RELEASES]
@@ -105,12 +105,15 @@ def releases(language: str = "en") -> str:
 
 
 def pages(translations: Translations) -> dict[Path, str]:
-    """Return the pages with their tables made anew."""
-    found = {
+    """Return the pages with new tables."""
+    filled_pages = {
         file: _filled(file.read_text(encoding="utf-8"), "releases", releases(language))
         for language, file in PAGES.items()
     }
-    return {**found, DESIGN: _filled(DESIGN.read_text(encoding="utf-8"), "census", census(translations))}
+    return {
+        **filled_pages,
+        DESIGN: _filled(DESIGN.read_text(encoding="utf-8"), "census", census(translations)),
+    }
 
 
 def _filled(text: str, name: str, table: str) -> str:

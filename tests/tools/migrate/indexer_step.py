@@ -1,4 +1,4 @@
-"""A DSA model as a translated command line describes it, watched at work; runs inside the pool's workers."""
+"""A DSA model from a translated command line, observed during a step; runs in the pool's workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support import model as job
 
 
 def one_step(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer's tensors in a training step, its indexer's parameters, scores, loss and magnitudes.
+    """Return one layer's tensors in a training step: indexer's parameters, scores, loss and magnitudes.
 
     Returns:
         ``x``, ``latent`` and ``qr`` ``[seq, batch, *]``, ``query`` and ``key`` ``[seq, batch, heads, dim]``,
-        ``scores`` and ``topk`` ``[batch, seq, *]``, the indexer's ``loss``, and what it is computed with.
+        ``scores`` and ``topk`` ``[batch, seq, *]``, the indexer's ``loss`` and its other inputs.
     """
     job.start(switches)
     from megatron.core.transformer.experimental_attention_variant import dsa
@@ -34,7 +34,7 @@ def one_step(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     attention.linear_q_down_proj.register_forward_hook(
         lambda module, given, made: seen.__setitem__("latent", made[0].detach())
     )
-    with torch.no_grad():  # a norm that does something
+    with torch.no_grad():  # a norm other than the identity
         norm = attention.linear_q_up_proj.layer_norm_weight
         norm.copy_(torch.linspace(0.5, 2, norm.numel()))
         bias = core.indexer.k_norm.bias
@@ -55,7 +55,7 @@ def one_step(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def main_rotary(size: int) -> dict[str, Tensor]:
-    """Two tensors ``[seq, 1, 1, size]`` before and after Megatron's rotary embedding of latent attention."""
+    """Return two tensors ``[seq, 1, 1, size]`` before and after Megatron's rotary embedding of MLA."""
     job.start()
     from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 

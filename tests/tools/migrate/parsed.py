@@ -1,8 +1,8 @@
 """Command lines through Megatron-LM's parser and validation, with this library's flags and checks.
 
-``python -m tests.tools.migrate.parsed`` reads ``[[argv, world size], ...]`` as JSON, and prints a line of
-JSON for each: what stopped it, or an empty text. No patches are put in place for each of them, which takes
-seconds: what is checked here does not hang on them.
+``python -m tests.tools.migrate.parsed`` reads ``[[argv, world size], ...]`` as JSON. For each of them it
+prints a line of JSON: the error, or an empty text. Patches, which take seconds, are not applied: these checks
+do not depend on them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mindspeed_dsa import session
 from mindspeed_dsa.platforms import host_pool
 
 HOST_BYTES = 1 << 40
-"""Free memory of a host with devices, whatever this one has; what is swapped has room there."""
+"""Free memory of a host with devices, with room for swapped state, in place of this host's."""
 
 
 def job() -> Callable[[Sequence[str]], Any]:
-    """Return a function that parses and validates one command line as a job of Megatron-LM's does."""
+    """Return a function that parses and validates one command line like a job of Megatron-LM."""
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
         from megatron.training import arguments
 

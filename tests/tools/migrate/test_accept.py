@@ -1,4 +1,4 @@
-"""``--accept-mindspeed-flags``: what a job's parser gets to see, and what is refused."""
+"""``--accept-mindspeed-flags``: arguments that a job's parser gets, and refusals."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_release_of_the_job_decides(monkeypatch):
 
 
 def test_absorbed_attention_switches_the_normalised_query_on(monkeypatch):
-    """The function of every pretraining script with DSA that MindSpeed-LLM has, at the job's own switches."""
+    """It computes the function of MindSpeed-LLM's pretraining scripts with DSA, at the job's own switches."""
     monkeypatch.setattr(accept.versions, "of_megatron", lambda root="megatron": "0.16.1")
     on = {}
     for absorb in ("", " --enable-mla-absorb"):

@@ -1,4 +1,4 @@
-"""All launch scripts of MindSpeed-LLM: what is refused, by flag, and Megatron-LM's parser on the rest."""
+"""All launch scripts of MindSpeed-LLM: refused flags, and Megatron-LM's parser on the others."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.tools.migrate.test_training import without_unset
 PATHS = {"--load", "--save", "--data-path", "--tokenizer-model", "--vocab-file", "--merge-file"}
 """Flags for which scripts have a sentence that asks for a path."""
 ELSEWHERE = {"--use-ascend-mc2", "--load-hf"}
-"""Flags of a machine with devices, and with a model's files."""
+"""Flags that need a machine with devices, or a model's files."""
 
 ALONE = {"--enable-hf2mg-convert", "--fix-router"}
-"""Refused flags without which the rest of a script is a job."""
+"""Refused flags whose removal leaves a complete job."""
 
 pytestmark = [
     pytest.mark.full,
@@ -43,7 +43,7 @@ def translations() -> census.Translations:
 
 
 def test_the_pages_have_what_is_refused(translations: census.Translations) -> None:
-    """If not: ``python -m tests.tools.migrate.census`` writes the tables."""
+    """To update the tables, run ``python -m tests.tools.migrate.census``."""
     assert not [name for found in translations.values() for name, each in found if each.problems]
     for page, text in census.pages(translations).items():
         assert page.read_text(encoding="utf-8") == text, page
@@ -58,17 +58,17 @@ def test_new_flags_stand_where_the_old_ones_stood(tmp_path: Path) -> None:
 
 
 def test_other_scripts_have_a_place() -> None:
-    """All that convert weights, prepare data, run a model or train by FSDP2."""
+    """These are scripts that convert weights, prepare data, run a model or train by FSDP2."""
     folder = census.checkout() / "examples"
     names = ("ckpt", "convert", "data", "generate", "evaluate", "chat")
-    found = [path for path in folder.rglob("*.sh") if path.name.partition("_")[0] in names]
-    found += (folder / "fsdp2").rglob("*.yaml")
-    assert len(found) > 100
-    assert [path for path in found if not scripts.migrate(path).instead] == []
+    paths = [path for path in folder.rglob("*.sh") if path.name.partition("_")[0] in names]
+    paths += (folder / "fsdp2").rglob("*.yaml")
+    assert len(paths) > 100
+    assert [path for path in paths if not scripts.migrate(path).instead] == []
 
 
 def served(translation: Translation) -> Iterator[Given]:
-    """Yield the flags of a new command without those that are refused, with a path where one is asked for."""
+    """Yield a new command's flags without refused ones, with a path where one is requested."""
     left_out = {outcome.given.flag for outcome in translation.refused} | ELSEWHERE
     for given in translation.flags:
         if given.flag in PATHS and len(given.values) > 1:
@@ -78,7 +78,7 @@ def served(translation: Translation) -> Iterator[Given]:
 
 
 def ranks(flags: list[Given]) -> int:
-    """Return how many ranks the layout needs at least."""
+    """Return the least number of ranks for the layout."""
     sizes = {given.flag: int(given.value) for given in flags if given.value.isdigit()}
     tp, pp, cp, ep = (
         sizes.get(f"--{kind}-parallel-size", 1)
@@ -109,7 +109,7 @@ def test_megatrons_parser_takes_the_rest(translations: census.Translations) -> N
     )
     assert done.returncode == 0, done.stderr[-4000:]
     stopped = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
-    # Packed documents on context parallel ranks are Transformer Engine's, which may be there or not.
+    # Packed documents on context parallel ranks need Transformer Engine, which may be missing.
     assert {
         name: why for name, why in stopped.items() if why and "without Transformer Engine" not in why
     } == {}

@@ -1,4 +1,4 @@
-"""New flags where the old ones stand: a shell runs the new script, and edits of it act."""
+"""New flags in the places of the old ones: a shell runs the new script, and edits to it take effect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ torchrun $DISTRIBUTED_ARGS posttrain_gpt.py \
 
 
 def ran(script: Path) -> list[str]:
-    """Words that a stand-in for torchrun gets."""
+    """Return the words that a fake torchrun gets."""
     fake = script.parent / "torchrun"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
@@ -88,7 +88,7 @@ def test_what_the_new_script_starts(new: Path) -> None:
 
 
 def test_flags_stay_where_they_stood(new: Path) -> None:
-    """No dead line is left: comments, arrays, and what is edited in them."""
+    """No dead line is left: comments and arrays stay, and edits in them take effect."""
     text = new.read_text()
     assert "have no effect" not in text
     assert text.startswith("#!/bin/bash\n# Made of train.sh by ")

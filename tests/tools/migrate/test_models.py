@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's, and fine-tuning: what becomes of the flags that begin and end with a model."""
+"""Hugging Face weights, and fine-tuning: translation of the flags that read and write a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPORT = "--enable-mg2hf-convert --save /ckpt --save-interval 50"
         (f"{IMPORT} --model-type-hf deepseek32", "--load-hf /hf"),
         (f"{IMPORT} --model-type-hf glm5 --mg-save-dir /c --hf-cfg-dir /hf", "--load-hf /hf"),
         (f"{IMPORT} --model-type-hf deepseek3 --save /ckpt", "--load-hf /hf --save /ckpt"),
-        (IMPORT, "--load-hf /hf"),  # its config.json says what it is
+        (IMPORT, "--load-hf /hf"),  # its config.json has the type
         ("--enable-hf2mg-convert --load $DIR --model-type-hf $KIND", "--load-hf $DIR"),
         ("--enable-hf2mg-convert --model-type-hf glm5", ""),
         (

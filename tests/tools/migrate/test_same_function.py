@@ -1,4 +1,4 @@
-"""Sparse attention of MindSpeed-LLM and of Megatron with the translated flags: what is one function.
+"""Sparse attention of MindSpeed-LLM and of Megatron with the translated flags computes the same function.
 
 The formulas are written in fp64 from MindSpeed-LLM's sources (``dsa_indexer.py`` and
 ``multi_latent_attention.py`` of July 2026); each is a row of the table in ``docs/migrate.md``.
@@ -38,20 +38,20 @@ OVERRIDES = {
 
 
 def switches_of(line: str) -> dict[str, Any]:
-    """Fields of the model that a command line has once it is translated for Megatron-core 0.16.1."""
-    given = {each.flag: each.values for each in translate(split(line.split())[1], Version("0.16.1")).flags}
-    found: dict[str, Any] = {}
+    """Return the model's fields for a command line translated for Megatron-core 0.16.1."""
+    flags = {each.flag: each.values for each in translate(split(line.split())[1], Version("0.16.1")).flags}
+    switches: dict[str, Any] = {}
     for flag in FLAGS:
-        if flag.name in given:
-            found[flag.dest] = flag.type(given[flag.name][0]) if flag.kind == "value" else True
-        elif f"--no-{flag.name[2:]}" in given:
-            found[flag.dest] = False
-    return found
+        if flag.name in flags:
+            switches[flag.dest] = flag.type(flags[flag.name][0]) if flag.kind == "value" else True
+        elif f"--no-{flag.name[2:]}" in flags:
+            switches[flag.dest] = False
+    return switches
 
 
 @pytest.fixture(scope="module")
 def steps(pool: Any) -> Any:
-    """One step of each line."""
+    """Run one step for each line."""
     return {
         name: pool.run(f"{CASES}:one_step", 1, switches=switches_of(line), overrides=OVERRIDES)[0]
         for name, line in LINES.items()
@@ -64,7 +64,7 @@ def theirs(step: dict[str, Any], line: str) -> Tensor:
     x, latent = step["x"].double(), step["latent"].double()
     if (
         "--enable-mla-absorb" in line
-    ):  # else a closure normalises a name of its own, and the indexer the old one
+    ):  # else a closure normalises another variable, and the indexer reads the old one
         root = latent.square().mean(-1, keepdim=True).add(EPSILON).sqrt()
         latent = latent / root * step["norm"].double()
     query = (latent @ weight["linear_wq_b.weight"].T).unflatten(-1, (HEADS, SIZE))
@@ -73,7 +73,7 @@ def theirs(step: dict[str, Any], line: str) -> Tensor:
         (SIZE,),
         weight["k_norm.weight"],
         weight["k_norm.bias"],
-        1e-6,  # whatever --norm-epsilon says
+        1e-6,  # for any --norm-epsilon
     )[:, :, None]
     in_pairs = "--apply-rope-no-in-complex" in line
     query, key = (turned_first(each, in_pairs) for each in (query, key))
@@ -96,7 +96,7 @@ def turned_first(x: Tensor, in_pairs: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", LINES)
 def test_scores_of_the_indexer(steps: Any, name: str) -> None:
-    """Query, rotary dimensions, epsilon of the key norm, scale of weights, heads; Hadamard on or off."""
+    """The lines cover query, rotary dimensions, key norm epsilon, scale of weights, heads and Hadamard."""
     step = steps[name]
     expected = theirs(step, LINES[name])
     torch.testing.assert_close(step["scores"].double(), expected, rtol=1e-4, atol=1e-5)
@@ -105,7 +105,7 @@ def test_scores_of_the_indexer(steps: Any, name: str) -> None:
 
 
 def masked(scores: Tensor) -> Tensor:
-    """Hide keys behind the query."""
+    """Hide keys after the query."""
     length = scores.size(-1)
     return scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
 
@@ -114,8 +114,8 @@ def loss_of(step: dict[str, Any], line: str, over_all_keys: bool = False) -> flo
     """Return MindSpeed-LLM's indexer loss, with ``1e-8`` in both logarithms.
 
     Args:
-        step: of :func:`steps`.
-        line: the flags.
+        step: result of :func:`steps`.
+        line: flags.
         over_all_keys: whether heads are softmaxes over all keys, later ones too, as without the fused loss.
     """
     topk, indices = masked(theirs(step, line)).topk(TOPK, -1)
@@ -134,13 +134,13 @@ def loss_of(step: dict[str, Any], line: str, over_all_keys: bool = False) -> flo
 
 @pytest.mark.parametrize("name", LINES)
 def test_the_indexers_loss(steps: Any, name: str) -> None:
-    """Target of the selected keys, all heads alike; mean over rows and samples; the coefficient."""
+    """Target of the selected keys, equal heads, mean over rows and samples, and the coefficient agree."""
     step = steps[name]
     assert step["loss"] == pytest.approx(loss_of(step, LINES[name]), rel=1e-4)
 
 
 def test_the_loss_of_absorbed_attention_without_the_fused_one_is_another(steps: Any) -> None:
-    """A head counts there by what it gives to the selected keys; the translation says so."""
+    """A head counts there by its probability on the selected keys; the translation says so."""
     name = "DeepSeek-V3.2"
     other = loss_of(steps[name], LINES[name], over_all_keys=True)
     assert abs(other - steps[name]["loss"]) > 1e-2 * steps[name]["loss"]
@@ -151,18 +151,18 @@ def test_the_loss_of_absorbed_attention_without_the_fused_one_is_another(steps: 
 
 
 def test_rotary_dimensions_of_the_main_attention(pool: Any) -> None:
-    """Neighbours are turned on both sides; Megatron writes them elsewhere, which no product sees."""
-    (found,) = pool.run(f"{CASES}:main_rotary", 1, size=ROTARY)
-    query, key = found["before"].double()
-    angle = found["angles"].double()[..., : ROTARY // 2]
+    """Both sides rotate neighbours; Megatron stores them in another order, which no product depends on."""
+    (rotated,) = pool.run(f"{CASES}:main_rotary", 1, size=ROTARY)
+    query, key = rotated["before"].double()
+    angle = rotated["angles"].double()[..., : ROTARY // 2]
     turn = torch.polar(torch.ones_like(angle), angle)
     turned = [
         torch.view_as_real(torch.view_as_complex(each.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
         for each in (query, key)
     ]
-    ours = torch.einsum("sbhd,tbhd->st", *found["after"].double())
+    ours = torch.einsum("sbhd,tbhd->st", *rotated["after"].double())
     torch.testing.assert_close(ours, torch.einsum("sbhd,tbhd->st", *turned), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found["after"][0], turned[0].float()), "the dimensions lie elsewhere"
+    assert not torch.allclose(rotated["after"][0], turned[0].float()), "the dimensions lie elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_rotary_dimensions_of_the_main_attention(pool: Any) -> None:
     [("1.0 1.0", True, 1.0, 1.0), ("1.0 0.5", True, 0.5, 0.5), ("1.0 0.5", False, 1.0, 0.5)],
 )
 def test_magnitudes_of_yarn(pool: Any, scales: str, in_complex: bool, mscale: float, all_dims: float) -> None:
-    """In complex numbers MindSpeed-LLM turns by cosine and sine alone; scores have the magnitude always."""
+    """With complex numbers MindSpeed-LLM rotates without the magnitude; scores always have it."""
     first, second = scales.split()
     line = (
         f"{ABSORBED} --multi-latent-attention --rope-scaling-type yarn --rope-scaling-factor 40 "
         f"--rope-scaling-mscale {first} --rope-scaling-mscale-all-dim {second}"
     )
     line += "" if in_complex else " --apply-rope-no-in-complex"
-    given = {each.flag: each.value for each in translate(split(line.split())[1], Version("0.16.1")).flags}
-    said = {"mscale": float(given["--mscale"]), "mscale_all_dim": float(given["--mscale-all-dim"])}
+    flags = {each.flag: each.value for each in translate(split(line.split())[1], Version("0.16.1")).flags}
+    said = {"mscale": float(flags["--mscale"]), "mscale_all_dim": float(flags["--mscale-all-dim"])}
     assert said == {"mscale": mscale, "mscale_all_dim": all_dims}
     overrides = OVERRIDES | said | {"rope_type": "yarn", "rotary_scaling_factor": 40.0}
     (step,) = pool.run(f"{CASES}:one_step", 1, switches=switches_of(line), overrides=overrides)

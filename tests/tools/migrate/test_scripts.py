@@ -1,4 +1,4 @@
-"""Launch scripts in and out: shell, YAML and Python."""
+"""Launch scripts as input and output: shell, YAML and Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def script(tmp_path):
 
 
 def test_the_new_script_runs_what_the_old_one_would(script, tmp_path):
-    """A stand-in for torchrun prints its words: the shell reads them as they were meant."""
+    """A fake torchrun prints its words, as the shell parses them."""
     new = scripts.write(scripts.migrate(script), overwrite=False)
     assert new.name == "train.mindspeed_dsa.sh"
     assert script.read_text() == TRAIN
@@ -48,7 +48,7 @@ def test_the_new_script_runs_what_the_old_one_would(script, tmp_path):
     assert "--tensor-model-parallel-size ${TP} " in text
     assert "# NOT SERVED, and results change without it: --fix-router:" in text
     assert "# Unknown, left as it is: --mine" in text
-    # Read again, there is nothing left to translate.
+    # Translated again, there is nothing left to translate.
     again = scripts.migrate(new).translation
     assert not again.of("megatron")
     assert not again.of("not needed")
@@ -169,7 +169,7 @@ def test_a_program_that_is_not_there(script):
     ],
 )
 def test_scripts_that_are_no_training(script, capsys, text, program, said):
-    """Their flags are other programs': none is called unknown, and no script is written."""
+    """Their flags belong to other programs: none is called unknown, and no script is written."""
     script.write_text(f"{text}\n# pretrain_gpt.py comes later\n")
     assert main(["migrate", str(script)]) == 1
     out = capsys.readouterr().out

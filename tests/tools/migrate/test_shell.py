@@ -1,4 +1,4 @@
-"""Shell scripts, as people write them."""
+"""Shell scripts, in the forms that people write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables: every flag once, every present name a real one, and nothing of MindSpeed's left out."""
+"""The tables: every flag once, every present name a real one, and every flag of MindSpeed included."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def test_a_parser_from_the_record_has_types_choices_and_defaults():
     assert parser("0.12.1").parse_args([]).mscale_all_dim == 1.0
     with pytest.raises(argparse.ArgumentError, match="invalid choice"):
         parser("0.16.1").parse_args(["--optimizer", "adm"])
-    # Between recorded releases nobody knows which flags of the newer one are there.
+    # Between recorded releases, flags of the newer one may or may not exist.
     assert "--cuda-graph-modules" not in parser("0.16.1")._option_string_actions
     assert "--cuda-graph-modules" in parser("0.17.1")._option_string_actions
     assert "--use-legacy-models" not in parser("0.19.2")._option_string_actions
 
 
 def added_flags(folder: Path) -> set[str]:
-    """Flags that ``add_argument`` adds anywhere in a folder's sources."""
+    """Return the flags that ``add_argument`` adds anywhere in a folder's sources."""
     return {
         argument.value
         for file in sorted(folder.rglob("*.py"))

@@ -1,7 +1,7 @@
 """Launch scripts of MindSpeed-LLM, shrunk, with ``--accept-mindspeed-flags`` and Megatron-LM itself.
 
-Those of DeepSeek-V3.2, GLM-5 and GLM-5.2 begin with weights that transformers has written: by the conversion
-that the script asks for, by ``--load`` of a folder that MindSpeed-LLM converts unasked, and by an import.
+Scripts of DeepSeek-V3.2, GLM-5 and GLM-5.2 begin with weights written by transformers: by the conversion that
+the script requests, by ``--load`` of a folder that MindSpeed-LLM converts by itself, and by an import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 LAUNCHER = ROOT / "examples" / "megatron_lm" / "run_megatron.py"
 RECORDED = ROOT / "tests" / "matrix" / "recorded_pretrain.py"
 SAMPLES = 4
-"""Of a step."""
+"""Samples of a step."""
 EVERYWHERE = """
 --pipeline-model-parallel-size 1 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
 --seq-length 64 --micro-batch-size 1 --global-batch-size 4 --vocab-size 512 --padded-vocab-size 640
@@ -46,7 +46,7 @@ FOUR_LAYERS = "--num-layers 4 --noop-layers 3"
 OF_A_PIPELINE = "--num-layers-per-virtual-pipeline-stage"
 FUSED = ("fused-dsa", "dsa-absorb", "swap-optimizer", "fused-rmsnorm", "fused-swiglu")
 KERNELS = "--use-dsa-absorb --use-fused-sparse-flash-attention --use-fused-lightning-indexer-kl-loss"
-"""Which the translation gives by these names; without them Megatron's own functions attend, head by head."""
+"""Names of the translation's kernels; without them Megatron's own functions attend, head by head."""
 SCRIPTS = {
     "deepseek32/pretrain_deepseek32_671b_4k_A3_ptd.sh": (
         f"{SPARSE} {FOUR_LAYERS} --moe-router-num-groups 2 --moe-router-group-topk 1",
@@ -94,7 +94,7 @@ def run(words: list[str], batches: Path | None = None) -> subprocess.CompletedPr
 
 
 def train(words: list[str], batches: Path | None = None) -> tuple[str, list[float]]:
-    """Return what two ranks print, and the loss of each step."""
+    """Return the output of two ranks, and the loss of each step."""
     done = run(words, batches)
     assert done.returncode == 0, done.stderr[-4000:]
     printed = done.stdout + done.stderr
@@ -102,7 +102,7 @@ def train(words: list[str], batches: Path | None = None) -> tuple[str, list[floa
 
 
 def shrunk(script: str, more: str = "", less: str = "") -> list[Given]:
-    """A script's flags with small sizes, two ranks and mock data, and with ``more`` and ``less`` flags."""
+    """Return a script's flags with small sizes, two ranks and mock data; add ``more``, remove ``less``."""
     sizes, without, _ = SCRIPTS[script]
     path = Path(os.environ["MINDSPEED_LLM"]) / "examples" / "mcore" / script
     _, old = split(shell.read(path.read_text(encoding="utf-8")).words)
@@ -118,13 +118,13 @@ def without_unset(given: Given) -> Given:
 
 
 def release() -> Version:
-    """Return the release of the checkout, for which ``--accept-mindspeed-flags`` translates."""
+    """Return the checkout's release, for which ``--accept-mindspeed-flags`` translates."""
     text = (Path(os.environ["MEGATRON_LM"]) / "megatron" / "core" / "package_info.py").read_text()
     return Version(".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)))
 
 
 def stock(flags: Sequence[Given]) -> list[str]:
-    """The command line of the same job without what this library adds to speed or memory."""
+    """Return the same job's command line without this library's features."""
     found = translate(flags, release())
     ours = {each.given.flag for each in found.of("same")} | {*KERNELS.split()}
     fusions = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"]
@@ -138,28 +138,28 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 8, "routed_scaling_factor": 2.5, "kv_lora_rank": 32, "q_lora_rank": 32,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "index_n_heads": 32, "index_topk": 16, "num_hidden_layers": 3,
 }  # fmt: skip
-"""Those of the shrunk scripts."""
+"""Sizes of the shrunk scripts."""
 YARN = {
     "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }  # fmt: skip
 IMPORTED_FORMAT = "--ckpt-format torch_dist"
-"""Scripts have the format torch, of which nothing is imported."""
+"""Scripts use the format torch, which imports do not read."""
 IN_PAIRS = "--apply-rope-no-in-complex"
 HEAD = 8.0
-"""Factor of the output layer's weights, so that the loss is far from that of weights which are drawn."""
+"""Factor of the output layer's weights; it makes the loss differ clearly from random weights' loss."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A script's model as transformers writes it, and how the job gets it.
+    """A script's model in transformers' files, and its way into the job.
 
     Attributes:
         kind: ``model_type``.
-        sizes: beside :data:`SIZES`.
-        predictions: layers of multi-token prediction.
-        imported: a checkpoint is written before; otherwise the job reads the files.
-        lacks: flag without which the script trains another model than released files are of.
+        sizes: sizes in addition to :data:`SIZES`.
+        predictions: number of layers of multi-token prediction.
+        imported: whether a checkpoint is written first; otherwise the job reads the files.
+        lacks: flag without which the script trains another model than the released one.
     """
 
     kind: str
@@ -169,7 +169,7 @@ class Weights:
     lacks: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Write its files."""
+        """Write the model's files."""
         torch.manual_seed(0)
         models.write(self.kind, folder, predictions=self.predictions, **{**SIZES, **self.sizes})
         tensors = models.tensors_of(folder)
@@ -240,26 +240,26 @@ def imported(files: Path, target: Path, script: str) -> Path:
 )
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_a_shrunk_script_trains_as_stock_megatron_does(script: str, tmp_path: Path) -> None:
-    given, batches, load = WEIGHTS.get(script), tmp_path / "batches", ""
+    model_weights, batches, load = WEIGHTS.get(script), tmp_path / "batches", ""
     batches.mkdir()
-    if given:
-        source = files = given.write(tmp_path / "files")
-        if given.imported:
+    if model_weights:
+        source = files = model_weights.write(tmp_path / "files")
+        if model_weights.imported:
             source = imported(files, tmp_path / "imported", script)
-        load = f"--load {source} {IMPORTED_FORMAT if given.imported else ''}"
-        if given.lacks:
+        load = f"--load {source} {IMPORTED_FORMAT if model_weights.imported else ''}"
+        if model_weights.lacks:
             refused = run(["--accept-mindspeed-flags", *words(shrunk(script, load))])
             assert refused.returncode != 0
             assert "dsa_indexer_rope_interleaved is False here and True in the files" in refused.stderr
-            load = f"{load} {given.lacks}"
+            load = f"{load} {model_weights.lacks}"
     flags, (*_, features) = shrunk(script, load), SCRIPTS[script]
-    printed, losses = train(["--accept-mindspeed-flags", *words(flags)], batches if given else None)
+    printed, losses = train(["--accept-mindspeed-flags", *words(flags)], batches if model_weights else None)
     assert "not needed here: " in printed
     for feature in features:
         assert re.search(rf"^{feature} .*applied", printed, re.MULTILINE), feature
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.05
-    if given:
+    if model_weights:
         assert str(source) in printed
         expected = loss_of_transformers(files, batches, SAMPLES)
         assert expected > 1.2 * math.log(SIZES["vocab_size"]), "weights that are drawn have that logarithm"
@@ -270,8 +270,8 @@ def test_a_shrunk_script_trains_as_stock_megatron_does(script: str, tmp_path: Pa
         assert losses[0] == pytest.approx(expected, rel=1e-5)
 
     printed, others = train(stock(flags))
-    alone = set(features) - {"dsa-shared-selections"}  # the model's own
+    alone = set(features) - {"dsa-shared-selections"}  # part of the model
     assert not re.search(rf"^({'|'.join(alone)}) .*applied", printed, re.MULTILINE)
-    # Attention and experts of a model with large weights are chaotic: digits of step 2 decide step 3's.
-    comparable, digits = (2, 1e-4) if given else (4, 1e-3)
+    # Attention and experts of a model with large weights are chaotic: digits of step 2 decide step 3.
+    comparable, digits = (2, 1e-4) if model_weights else (4, 1e-3)
     assert losses[:comparable] == pytest.approx(others[:comparable], rel=digits)

@@ -1,4 +1,4 @@
-"""Command lines of MindSpeed's, and what becomes of them."""
+"""Command lines of MindSpeed, and their translations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        # Renamed, with and without other values.
+        # Renamed, with the same or with other values.
         ("--qk-rope-head-dim 64 --qk-nope-head-dim=128", "--qk-pos-emb-head-dim 64 --qk-head-dim 128"),
         (
             "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path /t",
@@ -41,7 +41,7 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ),
         ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer"),
         ("--router-gating-in-fp32 --op-cal-tflops", "--moe-router-dtype fp32 --log-throughput"),
-        # Needless, ours, unknown, and given twice.
+        # Not needed, ours, unknown, and given twice.
         (
             "--use-fused-rmsnorm --swap-optimizer --swap-optimizer-times 4",
             "--swap-optimizer --swap-optimizer-times 4",
@@ -232,7 +232,7 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
                 "--transformer-impl local"
             ),
         ),
-        # What hangs on other flags.
+        # Dependent on other flags.
         ("--enable-hf2mg-convert --model-type-hf deepseek3", ""),
         ("--init-norm-weight-in-fp32", ""),
         ("--bf16 --init-norm-weight-in-fp32", "--bf16 --init-norm-weight-in-fp32"),
@@ -275,7 +275,7 @@ def test_the_indexer_gets_what_mindspeed_llm_has_by_default(release):
     ],
 )
 def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
-    """The indexer of MindSpeed-LLM reads it then, and that of Megatron 0.19 always."""
+    """MindSpeed-LLM's indexer then reads it; Megatron 0.19's always does."""
     text = f"{INDEXER} --enable-mla-absorb"
     assert command(text, release) == f"{OF_THE_INDEXER}{layout} --dsa-indexer-topk 1024 --use-dsa-absorb"
     (outcome,) = (
@@ -324,7 +324,7 @@ def test_older_releases_read_yarn_elsewhere():
 
 
 def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
-    """MindSpeed runs on 0.12.1; what only changes speed or memory need not stop a job there."""
+    """MindSpeed runs on 0.12.1; a feature that only changes speed or memory must not stop a job there."""
     text = (
         "--moe-fb-overlap --use-ascend-coc --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
     )
@@ -371,7 +371,7 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
         ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
-        # A value that only a shell knows is no value that is known.
+        # A variable that only the shell expands is not a known value.
         ("--n-shared-experts $N --moe-ffn-hidden-size 8", "--n-shared-experts"),
         ("--n-shared-experts 1 --moe-ffn-hidden-size $N --ffn-hidden-size 8", "--n-shared-experts"),
         ("--num-layers 4 --first-k-dense-replace $N", "--first-k-dense-replace"),

@@ -1,6 +1,6 @@
 """Figures of the five articles that this library follows, derived by the planner, and their page.
 
-Arithmetic on numbers that an article prints itself is left out: it says nothing of this library.
+Arithmetic on numbers that an article prints itself is left out: it proves nothing about this library.
 
 Articles: 0 pre-training DeepSeek-V3.2 at 32k with TorchTitan on Ascend, 1 inference of DeepSeek-V3.2-Exp on
 Ascend, 2 grouped matmul with NZ weights in Qwen3-235B, 3 MindSpeed at QCon 2025, 4 prefill of DeepSeek-R1 on
@@ -27,13 +27,13 @@ class Figure:
     """One figure.
 
     Attributes:
-        article: its number.
-        name: what it is.
-        stated: as the article has it.
-        formula: in words or numbers.
-        compute: the same from the planner's functions.
-        tolerance: by which the article rounds, relative.
-        note: where the article's number does not follow from its inputs, or rests on something unsaid.
+        article: article's number.
+        name: name of the figure.
+        stated: article's number.
+        formula: formula in words or numbers.
+        compute: function that computes it with the planner.
+        tolerance: relative rounding of the article.
+        note: reason if the article's number does not follow from its inputs, or depends on unstated ones.
     """
 
     article: int
@@ -47,15 +47,15 @@ class Figure:
 
     @property
     def reproduced(self) -> bool:
-        """Return whether the formula gives the article's number, as far as the article rounds it."""
+        """Return whether the formula gives the article's number, within the article's rounding."""
         return abs(self.compute() - self.stated) <= self.tolerance * self.stated
 
 
 def deepseek(**changes: object) -> Model:
-    """Build DeepSeek-V3.2 without multi-token prediction, with an indexer that is trained."""
+    """Build DeepSeek-V3.2 without multi-token prediction, with a trained indexer."""
     path = Path("deepseek-v3.2")
-    options, given, _ = flags.read(["--num-layers", "61"])
-    configs.apply(path, options, {"num_layers"} & given)
+    options, given_flags, _ = flags.read(["--num-layers", "61"])
+    configs.apply(path, options, {"num_layers"} & given_flags)
     options.mtp_num_layers, options.dsa_indexer_loss_coeff = None, 0.01
     for name, value in changes.items():
         setattr(options, name, value)
@@ -63,7 +63,7 @@ def deepseek(**changes: object) -> Model:
 
 
 def parameters(part: str = "", without: tuple[str, ...] = ()) -> float:
-    """Count the parameters of DeepSeek-V3.2: of one part, or of all but some."""
+    """Count the parameters of DeepSeek-V3.2: of one part, or of all parts except some."""
     by_part = sizes.by_part(sizes.model_weights(deepseek()))
     return by_part[part] if part else sum(n for name, n in by_part.items() if name not in without)
 
@@ -75,7 +75,7 @@ def uncut() -> float:
 
 
 def even_tokens(model: Model | None = None) -> float:
-    """Find the length at which DSA, absorbed and with its indexer, costs what dense naive attention does."""
+    """Return the length at which absorbed DSA with its indexer costs as much as dense naive attention."""
     model = model or deepseek()
     low, high = float(model.topk), 1e6
     while high - low > 0.5:
@@ -101,13 +101,13 @@ def exchange_over_reduce_scatter(ranks: int) -> float:
 
 
 def _latent_width() -> int:
-    """Return the numbers of a key that all heads share: latent and rotary."""
+    """Return the width of a key that all heads share: latent and rotary."""
     model = deepseek()
     return model.kv_lora + model.rope
 
 
 def _naive_width() -> int:
-    """Return the numbers of one head's key and value."""
+    """Return the width of one head's key and value."""
     model = deepseek()
     return model.nope + model.rope + model.value
 
@@ -118,7 +118,7 @@ def _latent_heads() -> int:
 
 
 def _index_heads() -> int:
-    """Return the numbers of one token's query of the indexer."""
+    """Return the numbers of one token's query in the indexer."""
     model = deepseek()
     return model.index_heads * model.index_dim
 
@@ -128,7 +128,7 @@ def _first_smaller() -> float:
 
 
 def _mtp(kind: str, column: str, tokens: int) -> float:
-    """Return a number of the table of multi-token prediction: MiB, GFLOP, MiB; batch 2, two bytes each."""
+    """Return a number of the multi-token prediction table: MiB, GFLOP, MiB; batch 2, two bytes per number."""
     model, batch, number = deepseek(), 2, 2
     latent = _latent_width()
     keys = {"MLA": LONG, "SFA": model.topk, "LI": LONG}[kind]

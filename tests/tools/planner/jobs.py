@@ -21,15 +21,15 @@ EXAMPLE = "pretrain_dsa.py --bf16 --use-distributed-optimizer"
 
 
 def deepseek(more: str = "", devices: int | None = 512) -> Job:
-    """DeepSeek-V3.2."""
+    """Return DeepSeek-V3.2's job."""
     return arguments.job_of(f"{DEEPSEEK} {more}".split(), devices, "deepseek-v3.2")
 
 
 def example(more: str = "", devices: int | None = None, any_layout: bool = False) -> Job:
-    """The example job."""
+    """Return the example job."""
     return arguments.job_of(f"{EXAMPLE} {more}".split(), devices, any_layout=any_layout)
 
 
 def planned(job: Job) -> Plan:
-    """On H200s."""
+    """Plan a job on H200s."""
     return plan.make(job, device("h200"))

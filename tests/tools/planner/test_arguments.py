@@ -1,4 +1,4 @@
-"""From a command line to a job: sizes, defaults, and what is refused."""
+"""From a command line to a job: sizes, defaults, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_defaults_of_the_example_job_are_those_of_its_own_table():
     theirs = {flag.name[2:].replace("-", "_"): flag.default for flag in FLAGS.values()}
     theirs["no_overlap_p2p_communication"] = False
     options, _, _ = flags.read([flags.EXAMPLE_SCRIPT])
-    # Unset there means the library's or Megatron's own default, or one that follows from other flags.
+    # Unset flags take the library's or Megatron's own default, or follow from other flags.
     unset = {name for name, default in theirs.items() if isinstance(default, type)}
     planned = {flags.dest_of(flag[2:]) for flag in flags.planned()}
     differing = {
@@ -76,7 +76,6 @@ def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
     ids=["whole logits", "left open", "in forward"],
 )
 def test_a_loss_in_chunks_keeps_no_logits(flags, gradient, products):
-    """DeepSeek-V3.2's last stage: 4096 tokens, hidden size 7168."""
     job = deepseek(flags)
     logits = 4096 * 129_280 * 4
     last, stock = (memory.of_job(each, 0.0)[-1] for each in (job, deepseek()))

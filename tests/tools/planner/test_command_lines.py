@@ -61,7 +61,7 @@ def figures(made):
     ],
 )
 def test_flags_under_a_row_make_the_same_plan_again(words, devices, kind, name):
-    """Printed lines, read as a shell reads them, with the sizes by name and with the flags of the model."""
+    """Printed lines, parsed as by a shell, with the sizes by name and with the model's flags."""
     given, on = words.split(), device(**kind)
     job = arguments.job_of(given, devices, name, any_layout=True)
     found = search.search(job, on, best=8)

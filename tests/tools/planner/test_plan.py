@@ -1,4 +1,4 @@
-"""What plans say: schedules, what features take away, searches and pictures."""
+"""Plans: schedules, savings of features, searches and pictures."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_orders_are_those_of_the_installed_megatron(ranks, chunks, microbatches,
 
 
 def assert_peaks_are_those_of_the_list(job, listed, smaller=True):
-    """Of all events, where a plan looks at the first of them alone.
+    """Check peaks of all events; a plan computes them from the first event only.
 
     Args:
-        job: planned.
-        listed: its schedule.
-        smaller: operands take less than a forward keeps, as they do unless it is recomputed.
+        job: planned job.
+        listed: job's schedule.
+        smaller: whether operands take less than a forward keeps, as they do without recomputation.
     """
     kept, operands = [3.0, 2.0, 1.0], ([1.25, 0.5, 0.25] if smaller else [5.0, 4.0, 2.0])
     for rank, events in enumerate(listed.ranks):
         later = {(event.chunk, event.microbatch) for event in events if event.kind.value == "W"}
         now = heaviest = 0.0
         for event in events:
-            # A whole backward, in pairs of a V, computes its weight gradients and leaves none.
+            # A whole backward, in pairs of a V, computes its weight gradients and defers none.
             left = operands[event.chunk] if (event.chunk, event.microbatch) in later else 0.0
             now += {"F": kept[event.chunk], "B": left - kept[event.chunk], "W": -left}[event.kind.value]
             heaviest = max(heaviest, now)
@@ -99,7 +99,7 @@ def test_dualpipevs_list_is_planned(ranks, microbatches, detach):
 
 
 def test_ranks_of_a_v_hold_both_ends_and_transfers_turn_on_the_last():
-    """Layers by chunk; two copies of a tied embedding; no message where both ends are of one rank."""
+    """Each rank holds two layers at either end; a tied embedding has two copies; no message within a rank."""
     words = f"{V} --pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 32"
     job = example(f"{words} --no-untie-embeddings-and-output-weights")
     assert layouts.chunks(job.layout, job.model) == [[(0, 1), (6, 7)], [(2, 3), (4, 5)]]
@@ -172,7 +172,7 @@ def test_a_search_of_dualpipev_finds_layouts_in_a_v():
 
 
 def test_sequences_that_ranks_do_not_divide_are_planned_with_their_padding():
-    """Tokens per second are those of the data; memory and work are those of the padded job."""
+    """Tokens per second count the data; memory and work are the padded job's."""
     layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length"
     odd, even = (planned(example(f"{layout} {length}", 4)) for length in (1021, 1024))
     assert odd.job.tokens == even.job.tokens == even.job.training.micro * 512
@@ -254,11 +254,12 @@ def test_a_search_finds_the_fastest_that_fits():
 @pytest.mark.parametrize(
     ("without", "kept"),
     [
-        # Per layer two masks of a byte; one more of the embedding.
+        # Two masks of a byte per layer, and one for the embedding.
         ("--hidden-dropout 0", (2 * 4 + 1) * 2 * 4096 * 1024),
         # Transformer Engine's attention is a flash kernel, so its dropout keeps nothing.
         ("--attention-dropout 0", 0),
-        # Probabilities before and after the dropout, and the mask: of modules without one, the latter two.
+        # Probabilities before and after the dropout, and the mask: modules without dropout lack the latter
+        # two.
         ("--transformer-impl local --attention-dropout 0", 4 * (2 + 1) * 2 * 16 * 4096**2),
     ],
 )

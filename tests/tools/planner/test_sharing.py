@@ -1,4 +1,4 @@
-"""Plans of models whose layers share selections, beside arithmetic that asks the planner for nothing."""
+"""Plans of models whose layers share selections, compared with independent arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GLM = (
     "--moe-token-dispatcher-type alltoall"
 )
 SELECTING = [1, 2, *range(3, 79, 4)]
-"""Layers of GLM-5.2 that select, from 1."""
+"""Selecting layers of GLM-5.2, counted from 1."""
 SLIME = (
     "--pipeline-model-parallel-size 8 --decoder-first-pipeline-num-layers 14 "
     "--decoder-last-pipeline-num-layers 16"
@@ -50,10 +50,10 @@ def test_glm_has_the_parameters_that_are_published():
     by_part = {
         name: sizes.by_part(sizes.model_weights(glm(model=name).model)) for name in ("glm-5", "glm-5.2")
     }
-    index = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128  # queries, keys and weights, the key's norm
+    index = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128  # queries, keys and weights, and the key's norm
     assert by_part["glm-5"]["indexer"] == 78 * index
     assert by_part["glm-5.2"]["indexer"] == 21 * index
-    heads = 64 * (192 + 64 + 192 + 256 + 256)  # of query, of key and value from their latents, of the output
+    heads = 64 * (192 + 64 + 192 + 256 + 256)  # query, key and value from their latents, and the output
     assert heads == 61440
     attention = (
         6144 * 2048 + 2048 * 64 * (192 + 64) + 6144 * (512 + 64) + 512 * 64 * (192 + 256) + 64 * 256 * 6144
@@ -63,7 +63,7 @@ def test_glm_has_the_parameters_that_are_published():
     for name, parts in by_part.items():
         without_mtp = sum(count for part, count in parts.items() if part != "MTP")
         assert without_mtp == pytest.approx(744e9, rel=1e-3), name
-    # The elements of the published files, with multi-token prediction.
+    # Elements of the published files, with multi-token prediction.
     assert sum(by_part["glm-5.2"].values()) == pytest.approx(753e9, rel=1e-3)
 
 
@@ -83,7 +83,7 @@ def test_sizes_are_those_of_transformers():
     ):
         theirs = made.to_dict()
         ours = configs.KNOWN[name]
-        # A checkpoint's file has layers of multi-token prediction, which the classes do not know.
+        # A checkpoint's file has layers of multi-token prediction, which the classes lack.
         same = {key for key in ours if key in theirs}
         assert {"n_routed_experts", "index_n_heads", "v_head_dim", "vocab_size"} <= same
         assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}, name
@@ -182,7 +182,7 @@ def test_the_nearest_layout_begins_its_chunks_with_computing_layers():
     assert glm(f"{said} --global-batch-size 6").layout.vpp == 2
 
 
-# -- what plans count --------------------------------------------------------------------------
+# -- counts of plans -----------------------------------------------------------------------------
 
 
 def test_weights_of_a_rank_are_those_of_its_computing_layers():
@@ -217,7 +217,7 @@ def in_flight(job, rank: int = 1) -> int:
 
 @pytest.mark.parametrize("loss", ["", "--dsa-indexer-loss-coeff 0"])
 def test_a_group_keeps_one_selection_and_one_indexers_activations(loss):
-    """Rank 1 of the split has layers 15 to 22, of which 15 and 19 select."""
+    """Rank 1 of the split has layers 15 to 22; 15 and 19 select."""
     job = glm(f"{SLIME} {loss}")
     layer = TOKENS * TOPK * 4  # int32
     if not loss:
@@ -234,7 +234,7 @@ def test_recomputed_groups_keep_their_selection_until_backward(recompute):
     job = glm(f"{SLIME} {recompute}")
     assert kept(job) == in_flight(job) * 2 * TOKENS * TOPK * 4
     assert kept(glm(f"{SLIME} {recompute} --dsa-indexer-topk-freq 1")) == 0
-    # Layers 1 and 2 serve no other: of 1 to 14 those are 3, 7 and 11.
+    # Layers 1 and 2 serve no other layer; of 1 to 14, layers 3, 7 and 11 do.
     assert kept(job, 0) == in_flight(job, 0) * 3 * TOKENS * TOPK * 4
 
 
@@ -286,7 +286,7 @@ def test_work_of_indexers_is_that_of_computing_layers():
     index = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
     forward = 2 * index * TOKENS + 2 * 32 * 128 * visible
     backward = 2 * index * TOKENS + 3 * 2 * 32 * 128 * chosen + 2 * 64 * 576 * chosen
-    # The layer of multi-token prediction has an indexer of its own.
+    # The layer of multi-token prediction has its own indexer.
     assert shared["indexer"] == pytest.approx((21 + 1) * (forward + backward))
     assert every["indexer"] == pytest.approx((78 + 1) * (forward + backward))
     assert {part: flops for part, flops in shared.items() if part != "indexer"} == {

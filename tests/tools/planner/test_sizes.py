@@ -1,4 +1,4 @@
-"""Parameters of plans beside those of the models that Megatron builds."""
+"""Parameters of plans, compared with models that Megatron builds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 import mindspeed_dsa
 from mindspeed_dsa.tools.planner import arguments, flags, sizes
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- run in the pool's workers --------------------------------------------------------------------
 
 
 def parameters(command_lines: list[str]) -> list[int]:
-    """Of stock Megatron's model for each command line."""
+    """Return the parameter counts of stock Megatron's models for command lines."""
     from megatron.core import parallel_state
 
     mindspeed_dsa.enable(experimental_attention_variant="dsa")

@@ -1,4 +1,4 @@
-"""Models of any layout and their checkpoints; runs inside the pool's workers."""
+"""Models of any layout and their checkpoints; runs in the pool's workers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.support import model as job
 
 
 def differing(model: Model, switches: Mapping[str, Any], files: str, checkpoint: str, **layout: int) -> Any:
-    """Read a model's weights from its files, and once more from the checkpoint that they were imported into.
+    """Read a model's weights from its files, and again from the checkpoint imported from these files.
 
     Args:
-        model: which one.
-        switches: of our features.
+        model: model to build.
+        switches: switches of our features.
         files: folder of the files.
         checkpoint: folder of the checkpoint, which Megatron's own function reads.
         layout: sizes of the groups of ranks.
 
     Returns:
-        How many tensors this rank has, and the names of those that differ.
+        The number of this rank's tensors, and the names of those that differ.
     """
     with _chunk(model, switches, files, **layout) as chunk:
         from megatron.core import dist_checkpointing
@@ -45,11 +45,11 @@ def differing(model: Model, switches: Mapping[str, Any], files: str, checkpoint:
 
 
 def save(model: Model, switches: Mapping[str, Any], files: str, checkpoint: str, **layout: int) -> None:
-    """Read a model's weights from its files and let Megatron save them.
+    """Read a model's weights from its files, and save them with Megatron.
 
     Args:
-        model: which one.
-        switches: of our features.
+        model: model to build.
+        switches: switches of our features.
         files: folder of the files.
         checkpoint: folder of the checkpoint.
         layout: sizes of the groups of ranks.
@@ -65,7 +65,7 @@ def save(model: Model, switches: Mapping[str, Any], files: str, checkpoint: str,
 
 @contextmanager
 def _chunk(model: Model, switches: Mapping[str, Any], files: str, **layout: int) -> Iterator[Any]:
-    """Build what this rank has of a model, with its weights from the files."""
+    """Build this rank's part of a model, with its weights from the files."""
     with job_of_any_release(1, 0), mock.patch.object(tiny, "fill_by_name", poison), torch.no_grad():
         job.start(switches, **layout)
         tp, pp = layout.get("tp", 1), layout.get("pp", 1)

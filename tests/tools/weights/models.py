@@ -26,18 +26,19 @@ _NOT_FP8 = ("weights_proj", "eh_proj")
 def write(
     kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, predictions: int = 0, **sizes: Any
 ) -> Path:
-    """Write a model with random weights as transformers does.
+    """Write a model with random weights, as transformers does.
 
     Args:
         kind: ``model_type``; GLM's shares selections.
-        folder: of the files, which are made.
-        dtype: of its weights; biases of routers are in fp32, as in released files.
-        predictions: layers of multi-token prediction, by the names of released files; transformers has none.
-        sizes: instead of small ones.
+        folder: folder of the files, which is created.
+        dtype: dtype of the weights; biases of routers are in fp32, as in released files.
+        predictions: number of layers of multi-token prediction, with released files' names; transformers has
+            none.
+        sizes: sizes that replace the small defaults.
     """
     import transformers
 
-    chosen: dict[str, Any] = {
+    values: dict[str, Any] = {
         "vocab_size": 300, "hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 48,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
         "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
@@ -47,10 +48,10 @@ def write(
         "num_nextn_predict_layers": predictions,
     }  # fmt: skip
     if kind != "deepseek_v3":
-        chosen |= {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
+        values |= {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}
     if kind == "glm_moe_dsa":
-        chosen |= {"index_topk_freq": 2, "index_skip_topk_offset": 1}
-    config = getattr(transformers, f"{CLASSES[kind]}Config")(**{**chosen, **sizes})
+        values |= {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(**{**values, **sizes})
     model = getattr(transformers, f"{CLASSES[kind]}ForCausalLM")(config).to(dtype)
     model.save_pretrained(folder)
     tensors = {name: _noise(name, tensor, dtype) for name, tensor in load_file(folder / FILE).items()}
@@ -67,17 +68,17 @@ def _noise(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _prediction(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Return a layer of multi-token prediction, like the one with most tensors: experts and an indexer."""
+    """Return a layer of multi-token prediction like the layer with most tensors: experts and an indexer."""
     counts = Counter(name.split(".")[2] for name in tensors if name.startswith("model.layers."))
     below = f"model.layers.{counts.most_common(1)[0][0]}."
-    found = {
+    copied = {
         name.replace(below, f"model.layers.{number}."): torch.randn_like(tensor.float()).to(tensor.dtype)
         for name, tensor in tensors.items()
         if name.startswith(below)
     }
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     width = embedding.shape[1]
-    own = {
+    added = {
         "enorm.weight": torch.randn(width).to(head.dtype),
         "hnorm.weight": torch.randn(width).to(head.dtype),
         "eh_proj.weight": torch.randn(width, 2 * width).to(head.dtype),
@@ -85,17 +86,16 @@ def _prediction(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]
         "embed_tokens.weight": embedding.clone(),
         "shared_head.head.weight": head.clone(),
     }
-    return {**found, **{f"model.layers.{number}.{name}": tensor for name, tensor in own.items()}}
+    return {**copied, **{f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}}
 
 
 def quantise(folder: Path, powers: torch.dtype | None = None) -> Path:
-    """Write a model's linear weights as DeepSeek's files have them: in FP8, a factor for 128 x 128.
+    """Rewrite a model's linear weights like DeepSeek's files: in FP8, with a factor per 128 x 128 block.
 
-    Factors are larger than a choice by the largest magnitude of a block, so that one which is chosen anew is
-    seen.
+    Factors are larger than the largest magnitude of a block requires, so that recomputed factors would show.
 
     Args:
-        folder: of the model.
+        folder: model's folder.
         powers: dtype of factors that are powers of two; in fp32 those of ``o_proj`` are not, as in V3.1.
     """
     tensors = load_file(folder / FILE)
@@ -134,7 +134,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def weights(*words: object) -> tuple[int, str]:
-    """Run ``python -m mindspeed_dsa weights`` in this process: its exit status, and what it prints."""
+    """Run ``python -m mindspeed_dsa weights`` in this process; return its exit status and output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         status = main(["weights", *map(str, words)])
@@ -142,7 +142,7 @@ def weights(*words: object) -> tuple[int, str]:
 
 
 def done(*words: object) -> str:
-    """Run the command, which has to succeed."""
+    """Run the command, which must succeed; return its output."""
     status, text = weights(*words)
     assert status == 0, text
     return text

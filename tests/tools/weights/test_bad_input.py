@@ -1,4 +1,4 @@
-"""What cannot be imported or exported is refused in one message, and nothing is left that looks whole."""
+"""Invalid imports and exports are refused in one message, and leave nothing that looks complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEDY = re.compile(r"\b(fetch|give|make|name|needs? no|other models are|remove|
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a model's folder, with weights in FP8, and the checkpoint that it is imported into."""
+    """Return a model's folder, with weights in FP8, and the checkpoint imported from it."""
     folder = tmp_path_factory.mktemp("made")
     model = models.quantise(models.write("deepseek_v32", folder / "model", num_hidden_layers=2))
     done("import", model, folder / "checkpoints")
@@ -46,7 +46,7 @@ def checkpoints(made: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def refused(*words: object, says: tuple[str, ...], target: Path) -> str:
-    """Require exit status 2 with one message that names something and what to do, and no target."""
+    """Require exit status 2 with one message that names the file and a remedy, and no target."""
     before = sorted(target.rglob("*")) if target.exists() else None
     status, text = weights(*words)
     assert status == 2, text
@@ -125,7 +125,7 @@ DAMAGES = [
 
 
 class Harmful:
-    """Object whose unpickling makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,7 +148,7 @@ def test_import_refuses(model: Path, tmp_path: Path, damage: Any) -> None:
 
 
 def import_with_a_damage_on_rank_1(model: str, target: str) -> str:
-    """Import where one process alone reads factors that are none: the message of this one."""
+    """Import with factors that only one process finds invalid; return this rank's message."""
     wanted = job.import_of(Path(model), Path(target), [], None)
     if dist.get_rank() == 1:
         wanted.files.check_factors = lambda: (_ for _ in ()).throw(RunError("factors are nan"))
@@ -297,7 +297,7 @@ def test_export_refuses(checkpoints: Path, tmp_path: Path, damage: Any) -> None:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Models that the checkpoint is none of."""
+    """Yield models that differ from the checkpoint's."""
     folder = tmp_path_factory.mktemp("others")
     return {
         "wider": models.write("deepseek_v32", folder / "wider", hidden_size=32, num_hidden_layers=2),
@@ -323,7 +323,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
 def test_export_refuses_to_be_like_another_model(
     checkpoints: Path, tmp_path: Path, others: dict[str, Path], other: str, says: tuple[str, ...]
 ) -> None:
-    """In one message that lists what differs, and names no flag, since an export takes none of them."""
+    """One message lists the differences, and names no flag, because an export takes none."""
     target = tmp_path / "target"
     text = refused("export", checkpoints, target, "--like", others[other], says=says, target=target)
     assert not {"--num-layers", "--hidden-size", "--num-experts"} & set(text.split())

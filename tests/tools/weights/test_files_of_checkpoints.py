@@ -22,7 +22,7 @@ from mindspeed_dsa.tools.weights import importing
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one process be all ranks."""
+    """Let one process act as all ranks."""
 
     def gather(everything: list[Any], own: Any) -> None:
         everything[:] = [own]
@@ -51,7 +51,7 @@ class _Full(io.FileIO):
 
 
 def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's writer speaks of an unexpected position instead."""
+    """Torch's writer reports an unexpected position instead."""
 
     @contextmanager
     def full(self: Any, path: Path, mode: str) -> Iterator[Any]:
@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_regions_are_read_across_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of what was written in other regions, and not where one was never written."""
+    """Regions may differ from the written ones; regions never written are refused."""
     monkeypatch.setattr(importing, "_PART_BYTES", 1000)
     whole = torch.randn(8, 100)
     save(tmp_path, (0, whole[:3].clone()), (3, whole[3:6].clone()))

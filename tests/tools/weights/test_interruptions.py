@@ -1,4 +1,4 @@
-"""Killed imports and exports leave nothing in the way, and several processes write what one does."""
+"""Killed imports and exports do not block later ones, and several processes write one process's files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ importing.read_piece = counted(importing.read_piece)
 Writer.write = counted(Writer.write)
 sys.exit(main(["weights", *sys.argv[2:]]))
 """
-"""Program that is killed when it reads or writes the tensor of that number, counted from 1; 0 for never."""
+"""Program that is killed when it reads or writes the tensor of that number, from 1; 0 for never."""
 KILLED_AT = 60
 
 
@@ -71,7 +71,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a folder, but the number that torch gives to each checkpoint."""
+    """Return the bytes of all files below a folder, without torch's metadata, which has a random number."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -101,12 +101,12 @@ def two(program: Path, *words: object) -> None:
 
 
 class Interrupted(Exception):
-    """Stands for Ctrl-C."""
+    """Replacement for Ctrl-C."""
 
 
 @contextmanager
 def interrupted(owner: Any, name: str) -> Iterator[None]:
-    """Let a function raise when it is called once more than :data:`KILLED_AT` times, which it has to be."""
+    """Let a function raise after :data:`KILLED_AT` calls, and require that it does."""
     original, calls = getattr(owner, name), iter(range(KILLED_AT))
 
     def call(*args: Any) -> Any:
@@ -139,7 +139,7 @@ def test_an_interrupted_import_and_export_begin_anew(model: Path, tmp_path: Path
 
 @contextmanager
 def once_within(owner: Any, name: str, do: Callable[[], None]) -> Iterator[None]:
-    """Do something when a function has been called for the :data:`KILLED_AT`-th time, which it has to be."""
+    """Call ``do`` at the :data:`KILLED_AT`-th call of a function, and require that it happens."""
     original, calls = getattr(owner, name), iter(range(KILLED_AT))
 
     def call(*args: Any) -> Any:
@@ -154,7 +154,7 @@ def once_within(owner: Any, name: str, do: Callable[[], None]) -> Iterator[None]
 
 
 def test_a_second_writer_is_refused_and_the_first_ends_whole(model: Path, tmp_path: Path) -> None:
-    """It would cut off a file that the first one has open, and the index would be right nevertheless."""
+    """It would truncate a file that the first one has open, and the index would still look right."""
     done("import", model, tmp_path / "whole")
     said: list[str] = []
 
@@ -200,14 +200,14 @@ importing.read_piece = stalled(importing.read_piece)
 Writer.write = stalled(Writer.write)
 sys.exit(main(["weights", *sys.argv[1:]]))
 """
-"""Program on a file system without locks that waits for a line before it writes the first tensor."""
+"""Program on a file system without locks, which waits for a line before it writes the first tensor."""
 
 
 @pytest.mark.full
 def test_without_locks_two_writers_do_not_meet(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one would delete what the first one has not finished."""
+    """The second one would delete the first one's unfinished files."""
 
     def none(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,4 +1,4 @@
-"""Megatron loads imported checkpoints in every layout; what it saves there is exported to the same files."""
+"""Megatron loads imported checkpoints in every layout; its saves are exported to the same files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that gives a model's folder, which holds its files and its checkpoints."""
+    """Return a function from a kind to a folder with the model's files and checkpoints."""
 
     @cache
     def folder_of(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""Memory of an import and of an export is bounded by the largest tensor, however large the files are."""
+"""Memory of imports and exports is bounded by the largest tensor, for files of any size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sys.exit(status)
 
 @pytest.fixture
 def sparse(tmp_path: Path) -> Iterator[Path]:
-    """Write a model of 1.6 GB whose weights are a hole in a file, which takes no room on the disk."""
+    """Yield a model of 1.6 GB whose weights are a hole in a file, which takes no disk space."""
     model = models.write("deepseek_v3", tmp_path / "model", num_hidden_layers=2)
     from transformers import AutoConfig
 
@@ -56,15 +56,15 @@ def sparse(tmp_path: Path) -> Iterator[Path]:
     assert AutoConfig.from_pretrained(model).n_routed_experts == EXPERTS
     file = model / models.FILE
     length = int.from_bytes(file.read_bytes()[:8], "little")
-    known = json.loads(file.read_bytes()[8 : 8 + length])
-    header, at = {}, 0
-    for name, entry in _tensors(known):
+    small_header = json.loads(file.read_bytes()[8 : 8 + length])
+    header, offset = {}, 0
+    for name, entry in _tensors(small_header):
         bytes_ = (4 if entry["dtype"] == "F32" else 2) * _count(entry["shape"])
-        header[name] = {**entry, "data_offsets": [at, at + bytes_]}
-        at += bytes_
+        header[name] = {**entry, "data_offsets": [offset, offset + bytes_]}
+        offset += bytes_
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(file, 8 + len(text) + at)
+    os.truncate(file, 8 + len(text) + offset)
     yield model
     shutil.rmtree(tmp_path)
 
@@ -94,9 +94,7 @@ def _tensors(known: dict[str, dict[str, object]]) -> Iterator[tuple[str, dict[st
 @pytest.mark.full
 def test_an_import_and_an_export_hold_few_tensors(sparse: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    largest = (
-        2 * 2 * WIDTH * WIDTH * 2
-    )  # bytes of the gate and the value of an expert, one tensor in Megatron
+    largest = 2 * 2 * WIDTH * WIDTH * 2  # bytes of an expert's gate and value, one tensor in Megatron
     size = (sparse / models.FILE).stat().st_size
     assert size > 1.5e9
     for words in (
@@ -106,7 +104,7 @@ def test_an_import_and_an_export_hold_few_tensors(sparse: Path, tmp_path: Path) 
         command = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
         ended = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
         assert ended.returncode == 0, ended.stderr
-        # What Megatron imports and a model without weights take, 150 MB, is beside the tensors.
+        # Megatron's imports and a model without weights take 150 MB in addition to the tensors.
         assert int(ended.stdout.split()[-1]) < 150e6 + 3 * largest < size / 6
         if words[0] == "import":
             assert (tmp_path / "checkpoints" / "release").exists()

@@ -1,4 +1,4 @@
-"""Models in FP8 of other tools, from their files to a checkpoint and back; numbers that are not finite."""
+"""FP8 models of other tools, from their files to a checkpoint and back; numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def stored(name: str, tensor: Tensor, layout: str) -> tuple[dict[str, Tensor], T
     padded[:rows, :columns] = tensor.float()
     if layout == "compressed-tensors":
         factors = (tensor.float().abs().amax(1, keepdim=True) / 448).bfloat16()
-        each, name_of_factors = factors.float().expand(rows, columns), f"{name}_scale"
+        scales, name_of_factors = factors.float().expand(rows, columns), f"{name}_scale"
     elif layout == "per tensor":
         factors = tensor.float().abs().max() / 448
-        each, name_of_factors = factors.expand(rows, columns), f"{name}_scale"
+        scales, name_of_factors = factors.expand(rows, columns), f"{name}_scale"
     else:
         factors = padded.view(height // 128, 128, width // 128, 128).abs().amax((1, 3)) / 448
         if layout == "DeepSeek-V4":
             factors = torch.exp2(factors.log2().ceil())
         else:
             factors = factors.bfloat16().float()
-        each = torch.kron(factors, torch.ones(128, 128))[:rows, :columns]
+        scales = torch.kron(factors, torch.ones(128, 128))[:rows, :columns]
         factors = factors.to(torch.float8_e8m0fnu if layout == "DeepSeek-V4" else torch.bfloat16)
         name_of_factors = (
             name.replace(".weight", ".scale") if layout == "DeepSeek-V4" else f"{name}_scale_inv"
         )
-    quantised = (tensor.float() / each).clamp(-448, 448).to(FP8)
+    quantised = (tensor.float() / scales).clamp(-448, 448).to(FP8)
     tensors = {name: quantised, name_of_factors: factors}
     if layout == "per tensor":
         tensors[name.replace(".weight", ".input_scale")] = torch.ones(())
-    return tensors, (quantised.float() * each).bfloat16()
+    return tensors, (quantised.float() * scales).bfloat16()
 
 
 def model_in(layout: str, folder: Path) -> dict[str, Tensor]:
-    """Write a model whose linear weights are in a layout; return its weights as numbers."""
+    """Write a model with linear weights in a layout; return its weights as numbers."""
     models.write("deepseek_v3", folder, num_hidden_layers=2)
     tensors, values = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(folder / FILE).items():
@@ -85,7 +85,7 @@ def test_a_checkpoint_has_the_numbers_of_the_files(tmp_path: Path, layout: str) 
     done("export", tmp_path / "checkpoints", tmp_path / "out")
     assert models.same(tensors_of(tmp_path / "out"), values)
 
-    # In FP8 they are written as DeepSeek's files are, whatever the model that they are like has.
+    # In FP8 they are written like DeepSeek's files, whatever the source model has.
     words = ("--fp8-blocks", "--like", tmp_path / "model")
     done("export", tmp_path / "checkpoints", tmp_path / "fp8", *words)
     again, before = tensors_of(tmp_path / "fp8"), tensors_of(tmp_path / "model")
@@ -104,10 +104,10 @@ def test_a_checkpoint_has_the_numbers_of_the_files(tmp_path: Path, layout: str) 
         dtypes = {"DeepSeek-V4": torch.float8_e8m0fnu, "Qwen": torch.bfloat16}
         assert again[name].dtype == dtypes.get(layout, torch.float32)
         rows, columns = again[weight].shape
-        each = torch.kron(again[name].float(), torch.ones(128, 128))[:rows, :columns]
-        error = (again[weight].float() * each - values[weight].float()).abs()
-        # e4m3 has 3 bits behind the point, and 2**-10 is half of its smallest step.
-        assert (error <= values[weight].float().abs() * 2.0**-4 * 1.01 + each * 2.0**-10).all()
+        scales = torch.kron(again[name].float(), torch.ones(128, 128))[:rows, :columns]
+        error = (again[weight].float() * scales - values[weight].float()).abs()
+        # e4m3 has 3 mantissa bits, and 2**-10 is half of its smallest step.
+        assert (error <= values[weight].float().abs() * 2.0**-4 * 1.01 + scales * 2.0**-10).all()
 
 
 def test_numbers_that_are_not_finite_are_not_imported(tmp_path: Path) -> None:

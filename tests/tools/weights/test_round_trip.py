@@ -1,4 +1,4 @@
-"""What is imported and exported again has the same bytes: three kinds, three types, layers of prediction."""
+"""Imported and exported files have the same bytes: three kinds, three dtypes, layers of prediction."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str, predicti
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("like", [True, False])
 def test_transformers_loads_what_is_exported(tmp_path: Path, kind: str, like: bool) -> None:
-    """Strictly: it misses nothing and knows everything, in several files."""
+    """Strictly: no tensor is missing or unknown, in several files."""
     theirs = models.write(kind, tmp_path / "model", torch.float32)
     done("import", theirs, tmp_path / "checkpoints", "--dtype", "float32")
-    known = ["--like", theirs] if like else []
+    like_flags = ["--like", theirs] if like else []
     done(
         "export", tmp_path / "checkpoints", tmp_path / "out",
-        "--dtype", "float32", "--shard-size", "500K", *known
+        "--dtype", "float32", "--shard-size", "500K", *like_flags
     )  # fmt: skip
     index = json.loads((tmp_path / "out" / f"{FILE}.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -58,7 +58,7 @@ def test_transformers_loads_what_is_exported(tmp_path: Path, kind: str, like: bo
 
 
 def loaded(kind: str, folder: Path) -> dict[str, Any]:
-    """Return the weights of transformers' model, which has to know all of a folder's and to miss none."""
+    """Return the weights of transformers' model; no weight may be missing or unknown."""
     import transformers
 
     family = getattr(transformers, f"{CLASSES[kind]}ForCausalLM")
@@ -76,28 +76,28 @@ def test_fp8_files_have_the_same_bytes_and_factors(tmp_path: Path, kind: str) ->
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
 
-    # Without the model's factors: of each block the largest magnitude / 448.
+    # Without the model's factors: the largest magnitude of each block / 448.
     done("export", tmp_path / "checkpoints", tmp_path / "alone", "--fp8-blocks")
     done("export", tmp_path / "checkpoints", tmp_path / "plain")
-    chosen, plain = tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "plain")
-    assert chosen.keys() == tensors_of(theirs).keys()
-    factors = {name: each for name, each in chosen.items() if name.endswith("_scale_inv")}
+    exported, plain = tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "plain")
+    assert exported.keys() == tensors_of(theirs).keys()
+    factors = {name: factor for name, factor in exported.items() if name.endswith("_scale_inv")}
     assert factors
-    for name, each in factors.items():
+    for name, factor in factors.items():
         weight, values = name.removesuffix("_scale_inv"), plain[name.removesuffix("_scale_inv")].float()
-        assert chosen[weight].dtype == torch.float8_e4m3fn
+        assert exported[weight].dtype == torch.float8_e4m3fn
         for row, bands in enumerate(values.split(128)):
             for column, block in enumerate(bands.split(128, 1)):
-                assert each[row, column] == block.abs().max() / 448
-                back = chosen[weight][128 * row :, 128 * column :][: len(block), : block.size(1)].float()
-                # e4m3 has 3 bits behind the point, and 2**-10 is half of its smallest step.
-                bound = block.abs() * 2.0**-4 + each[row, column] * 2.0**-10
-                assert ((back * each[row, column] - block).abs() <= bound * 1.001).all()
+                assert factor[row, column] == block.abs().max() / 448
+                back = exported[weight][128 * row :, 128 * column :][: len(block), : block.size(1)].float()
+                # e4m3 has 3 mantissa bits, and 2**-10 is half of its smallest step.
+                bound = block.abs() * 2.0**-4 + factor[row, column] * 2.0**-10
+                assert ((back * factor[row, column] - block).abs() <= bound * 1.001).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=str)
 def test_factors_that_are_powers_of_two_stay_such(tmp_path: Path, dtype: torch.dtype) -> None:
-    """They have the same bytes again, and what has outgrown them gets the next power."""
+    """They keep their bytes, and a block that has outgrown its factor gets the next power."""
     theirs = models.quantise(models.write("deepseek_v3", tmp_path / "model"), dtype)
     done("import", theirs, tmp_path / "checkpoints")
     done("export", tmp_path / "checkpoints", tmp_path / "out", "--fp8-blocks", "--like", theirs)
@@ -119,12 +119,12 @@ def test_factors_that_are_powers_of_two_stay_such(tmp_path: Path, dtype: torch.d
         assert grown[name].dtype == dtype
         mantissas, _ = torch.frexp(grown[name].float())
         assert (mantissas == 0.5).all(), name
-        # Twice what holds the largest magnitude is what they were before, and four times where that was 448.
+        # Twice the necessary factor is the original one; four times where the largest magnitude was 448.
         assert (before[name].float() / grown[name].float()).unique().tolist() in ([2], [4], [2, 4])
 
 
 def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: Path) -> None:
-    """Its configuration may tell of them all the same, which only the job's flags can insist on."""
+    """Its configuration may list such layers all the same; only the job's flags can require them."""
     theirs = models.write("deepseek_v3", tmp_path / "model")
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
@@ -135,7 +135,7 @@ def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: P
     status, text = models.weights("import", theirs, tmp_path / "other", "--", "--mtp-num-layers", 1)
     assert status == 2
     assert "mtp_num_layers is 1 here and None in the files: omit --mtp-num-layers" in text
-    # So the flags that are printed are those that can be loaded, and a plan is of the same model.
+    # The printed flags are therefore loadable, and a plan is of the same model.
     lines = done("flags", theirs).splitlines()
     assert lines[0].startswith("# config.json speaks of 1 more layers of multi-token prediction")
     assert not any("mtp" in line for line in lines[1:])
@@ -161,7 +161,7 @@ def test_files_of_kimi_k2_are_of_deepseeks_architecture(tmp_path: Path) -> None:
 
 
 def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
-    """Which weights are in FP8 is the rule's to say, and code is not copied."""
+    """The rule decides which weights are in FP8, and code is not copied."""
     theirs = models.write("deepseek_v3", tmp_path / "model")
     (theirs / "tokenizer_of_theirs.py").write_text("raise SystemExit\n", encoding="utf-8")
     done("import", theirs, tmp_path / "checkpoints")
@@ -181,7 +181,7 @@ def test_a_repeated_layer_of_multi_token_prediction_is_imported_once(tmp_path: P
 
 
 def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
-    """Which ``--like`` decides, unless ``--dtype`` does. A tracker may end with a line's end."""
+    """``--like`` decides the type, unless ``--dtype`` does. A tracker may end with a newline."""
     theirs = models.write("deepseek_v3", tmp_path / "model", torch.float32)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("release\n")
@@ -210,7 +210,7 @@ def test_arguments_lie_in_a_list_where_a_job_of_0_19_has_saved_them(tmp_path: Pa
 
 
 def test_flags_that_are_printed_are_those_of_the_model(tmp_path: Path) -> None:
-    """With YaRN, whose flags have other names than the fields of Megatron's configuration."""
+    """YaRN's flags have other names than the fields of Megatron's configuration."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""``--save-hf``: which models are written anew, and what of the folder that they are like is published."""
+"""``--save-hf``: models that are rewritten, and files of the source folder that are published."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """Return two models of one shape, and the checkpoint of the first."""
+    """Return two models of the same shape, and the checkpoint of the first."""
     folder = tmp_path_factory.mktemp("made")
     first, second = (
         models.write("deepseek_v32", folder / name, num_hidden_layers=1) for name in ("first", "second")
@@ -42,11 +42,11 @@ def model(made: tuple[Path, Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(made[0], tmp_path / "model"))
 
 
-# -- a step that is trained anew ----------------------------------------------------------------
+# -- a step that is trained again --------------------------------------------------------------
 
 
 def step_of(model: Path, folder: Path) -> Namespace:
-    """Make a model the checkpoint of step 3, and return the arguments of the job that saved it."""
+    """Make a model the checkpoint of step 3; return the arguments of the job that saved it."""
     done("import", model, folder / "imported")
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "imported" / "release").rename(folder / "imported" / "iter_0000003")
@@ -159,12 +159,12 @@ def test_what_is_no_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_pat
     assert mine.exists()
 
 
-# -- links in a folder from anywhere ------------------------------------------------------------
+# -- links in a folder of unknown origin ---------------------------------------------------------
 
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[Path]:
-    """A file of this machine that nobody means to publish."""
+    """Yield a private file of this machine."""
     (tmp_path / "secret").write_text(json.dumps({"key": "of somebody"}))
     return tmp_path / "secret"
 
@@ -182,7 +182,7 @@ def test_links_out_of_the_folder_are_refused_by_name(
     assert not (tmp_path / "out").exists()
     job = SimpleNamespace(save_hf="out", save_hf_interval=0, save_hf_fp8_blocks=False, load_hf=str(model))
     problems = [each for each in SAVE.problems(SimpleNamespace(save="s", **vars(job))) if "is a link" in each]
-    assert len(problems) == (name != FILE)  # weights are read, which may lie elsewhere, and not published
+    assert len(problems) == (name != FILE)  # weights are read, may be elsewhere, and are not published
 
 
 def test_links_within_a_folder_and_those_of_the_cache_are_followed(
@@ -200,7 +200,7 @@ def test_links_within_a_folder_and_those_of_the_cache_are_followed(
     assert (tmp_path / "out" / "vocab.txt").read_text() == "{}\n"
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
     assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(made[0]))
-    below = snapshot / "main" / "bf16"  # a folder of the model's among several in one repository
+    below = snapshot / "main" / "bf16"  # the model's folder among several in one repository
     below.mkdir(parents=True)
     for file in [path for path in snapshot.iterdir() if path.is_symlink()]:
         (below / file.name).symlink_to(Path("../..", os.readlink(file)))
@@ -210,7 +210,7 @@ def test_links_within_a_folder_and_those_of_the_cache_are_followed(
     assert list(companions.problems(below, weights=True)) == []
     (below / "vocab.txt").symlink_to(secret)
     assert [str(secret) in each for each in companions.problems(below, weights=True)] == [True]
-    # A folder that is laid out like the cache may still lead elsewhere.
+    # A folder with the cache's layout may still link elsewhere.
     (cache / "blobs" / "aside").symlink_to(secret)
     (snapshot / "merges.txt").symlink_to("../../blobs/aside")
     status, text = weights("export", made[2], tmp_path / "again", "--like", snapshot)
