@@ -51,7 +51,6 @@ def _identities() -> dict[str, Any]:
             objects[f"{module.__name__}:{name}"] = value
             if isinstance(value, type) and value.__module__ == module.__name__:
                 objects |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
-    # Dunder names such as __builtins__ change with every import.
     return {name: value for name, value in objects.items() if not name.rpartition(":")[2].startswith("__")}
 
 
@@ -97,7 +96,6 @@ def mtp_step() -> dict[str, Any]:
     metrics: dict[str, Tensor] = {}
     values = DSAIndexerLossLoggingHelper.tracker["values"].clone()
     DSAIndexerLossLoggingHelper.track_indexer_metrics(1.0, 1, None, total_loss_dict=metrics)
-    # `reported` counts the layers that logged a loss.
     return {
         "gradients": job.gradients([model], only="indexer"),
         "reported": reported,

@@ -45,6 +45,7 @@ def _before_anything(part: Any) -> Iterator[None]:
     def unlucky(*unused: Any) -> None:
         raise OutOfLuckError
 
+    # Raises before torch's optimizer has read or written anything.
     handle = part.optimizer.register_step_pre_hook(unlucky)
     try:
         yield
@@ -70,6 +71,7 @@ def _in_the_copy_back(part: Any) -> Iterator[None]:
     def is_copy_back(destination: Tensor, source: Any, *unused: Any) -> bool:
         return destination.dtype is torch.bfloat16 and source.dtype is torch.float32
 
+    # With shared storages, the copy back is a conversion from master to pair form.
     if state_of(part, "reuse-fp32-param") is not None:
         with nth_call_fails(shared_storage, "split", 1):
             yield
@@ -78,6 +80,7 @@ def _in_the_copy_back(part: Any) -> Iterator[None]:
             yield
 
 
+# Places in a step at which it can fail, in the order of the step.
 POINTS: dict[str, Callable[[Any], Any]] = {
     "before anything": _before_anything,
     "in the first parameter": partial(_at_update, 1),
@@ -120,6 +123,7 @@ def _outcome(job: Job, point: str) -> dict[str, Any]:
     result: dict[str, Any] = {"raised": raised}
     weights = jobs.digest(next(job.model.parameters()))
     saving = part.get_parameter_state_dp_zero if job.ddp.use_distributed_optimizer else part.state_dict
+    # Saving must not change the inner optimizer's state either.
     before = part.optimizer.state_dict()["state"]
     result["refused"] = [text for text in (error_of(partial(step, job, 2)), error_of(saving)) if text]
     if result["refused"]:
@@ -127,6 +131,7 @@ def _outcome(job: Job, point: str) -> dict[str, Any]:
         assert len(before) == len(part.optimizer.state_dict()["state"])
     else:
         result["next"] = {"record": step(job, 3), **state(job)}
+    # Loading a state is the way out of a refusal.
     load(job, kept)
     result["loaded"] = {"record": step(job, 1), **state(job)}
     return result
@@ -147,6 +152,7 @@ def spoiled(**options: Any) -> dict[str, Any]:
 
     job = build(**options)
     step(job, 0)
+    # `join` makes the master form, so a failure leaves neither form complete.
     fails = nth_call_fails(shared_storage, "join", 1)
     with contextlib.suppress(OutOfLuckError), fails:
         step(job, 1)
@@ -204,6 +210,7 @@ def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict
 
     def tell(moment: str) -> None:
         leaves[moment] = list(leaves_of(part.state_dict()))
+        # A fresh optimizer has no parameter state to read.
         if job.ddp.use_distributed_optimizer and moment != "fresh":
             leaves[f"{moment}, parameters"] = list(leaves_of(part.get_parameter_state_dp_zero()))
             leaves[f"{moment}, inner"] = list(leaves_of(part.optimizer.state_dict(), sort=loaded is not None))

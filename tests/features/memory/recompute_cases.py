@@ -55,6 +55,7 @@ class Drifting:
     def __call__(self, x: Tensor) -> Tensor:
         self._calls += 1
         result = F.gelu(x)
+        # Only the last row differs, so that the check has to compare all values.
         return result if self._calls == 1 else torch.cat([result[:-1], result[-1:] + self._by])
 
 
@@ -98,6 +99,7 @@ def stock_gpt(cfg: Any, stage: int | None) -> Any:
         **job.ends(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
+    # Weights depend on names only, so all layouts start equal.
     job.fill_by_name(model)
     return model
 
@@ -147,6 +149,7 @@ def watched() -> Iterator[dict[str, int]]:
     resize, restore = torch.UntypedStorage.resize_, random._set_all_rng_states
 
     def counting_resize(self: Any, size: int) -> Any:
+        # A storage of size 0 is a discarded output.
         counts["discarded"] += size == 0
         return resize(self, size)
 
@@ -239,6 +242,7 @@ def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
     )
     job.per_token_loss(model, job.samples(2)).sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    # Attributes that the feature may have left on modules.
     attributes = [sorted(set(vars(module)) - _BUILT_IN) for module in model.modules()]
     mindspeed_dsa.disable()
     after = (
@@ -247,6 +251,7 @@ def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
         tensor_parallel.CheckpointWithoutOutput,
     )
     model.zero_grad()
+    # The same model again, now without the feature.
     with mindspeed_dsa.enabled(**job.DSA_ON), watched() as counts:
         job.per_token_loss(model, job.samples(2)).sum().backward()
     return {

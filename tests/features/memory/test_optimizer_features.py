@@ -45,6 +45,7 @@ def placed(voided: bool, on_the_host: int) -> dict[str, Any]:
     return {"voided": voided, "moments on the host": on_the_host, "optimizers": 1}
 
 
+# Bytes per parameter: the bf16 weight (2), master weight and both moments in fp32 (12), or the moments (8).
 REUSE = Case(REUSE_FP32_PARAM, {"reuse_fp32_param": True}, placed(True, 0), saved=2, host=0)
 SWAP = Case(SWAP_OPTIMIZER, {"swap_optimizer": True}, placed(True, 1), saved=12, host=12)
 VIRTUAL = Case(VIRTUAL_OPTIMIZER, {"virtual_optimizer": ["all"]}, placed(False, 1), saved=8, host=8)
@@ -136,6 +137,7 @@ def test_bytes_per_parameter_at_rest(pool, case, ranks, options):
 
 @pytest.mark.full
 def test_bytes_per_parameter_at_rest_where_the_models_weights_are_the_masters(pool):
+    # The model's fp32 weights are the masters, so only the moments move.
     saved, host = saved_at_rest(pool, 1, SWAP.switches, **DISTRIBUTED, **FLOAT32)
     assert (saved, host) == (pytest.approx(8, rel=0.02), pytest.approx(8, rel=0.02))
 

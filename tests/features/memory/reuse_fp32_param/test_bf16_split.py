@@ -14,6 +14,7 @@ from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import (
     SharedStorage,
 )
 
+# Lower halves around ties (0x8000) and at both ends.
 LOW = (0x0000, 0x0001, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF)
 SPECIAL = (
     *(0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x00008000),
@@ -39,6 +40,7 @@ def shuffled(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**32, (count,), generator=generator)
     kind = torch.randint(0, 4, (count,), generator=generator)
+    # Exactly between two bf16 numbers.
     ties = (bits & ~0xFFFF) | 0x8000
     special = torch.tensor(SPECIAL)[bits % len(SPECIAL)]
     return numbers(torch.where(kind == 0, ties, torch.where(kind == 1, special, bits)))
@@ -78,6 +80,7 @@ def test_the_weight_is_the_nearest_bfloat16_and_ties_are_even():
 
 
 def test_a_nan_of_arithmetic_keeps_its_bits_without_being_listed():
+    # Quiet NaNs, whose upper half is a NaN in bf16, too.
     words = numbers(torch.tensor([0x7FC00000, 0xFFC00000, 0x7FC08000, 0xFFFF7FFF]))
     parts = split(words)
     assert parts.weight.isnan().all()
@@ -87,11 +90,13 @@ def test_a_nan_of_arithmetic_keeps_its_bits_without_being_listed():
 
 def test_of_a_tie_only_the_half_that_was_rounded_up_is_listed():
     words = numbers(torch.tensor([0x3F808000, 0x3F818000, 0x3F817FFF, 0x3F818001]))
+    # 0x3F81 is odd, so its tie rounds up; 0x3F80 is even and keeps its tie.
     assert split(words).where.tolist() == [1]
 
 
 def test_about_one_in_131072_is_listed():
     words = torch.empty(2**23).uniform_(1, 2, generator=torch.Generator().manual_seed(1))
+    # One in 2^17 of 2^23 words: 2^6.
     assert split(words).where.numel() == pytest.approx(2**6, abs=32)  # four standard deviations
 
 
@@ -158,6 +163,7 @@ def test_forms_change_back_and_forth_whatever_the_block(make, numel):
             assert_same_bits(storage.read(0, numel), words)
             storage.to_master()
             assert_same_bits(storage.master, words)
+            # Reading must work in master form as well.
             assert_same_bits(storage.read(0, numel), words)
             if turn == 1:  # new numbers, as after a step
                 words = shuffled(numel, seed=turn)
@@ -196,6 +202,7 @@ def test_dropping_lower_halves_leaves_the_weights(make):
 def test_the_shard_of_every_even_world_begins_at_a_float32():
     for size in (2, 4, 6):
         for rank in range(size):
+            # Three numbers per shard: with an even number of ranks every shard still has an even position.
             storage = OverBucketStorage(torch.zeros(size * 3, dtype=torch.bfloat16), rank, size, 2)
             words = shuffled(3)
             storage.write(0, words)

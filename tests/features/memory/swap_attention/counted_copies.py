@@ -70,6 +70,7 @@ def kept_bytes(**arguments: Any) -> dict[str, int]:
     """
     with copies() as seen:
         result = recompute_cases.kept_bytes(**arguments)
+    # kept_bytes runs two equal steps.
     assert len(seen.back) % 2 == 0, "two steps alike"
     return {**result, "back": sum(seen.back) // 2}
 
@@ -167,6 +168,7 @@ def interrupted(switches: Mapping[str, Any], where: str) -> dict[str, Any]:
         raised = str(error)
     handle.remove()
     gc.collect()
+    # No hooks may be left on autograd's stack of saved tensor hooks.
     left, hooked = in_use(), bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
     job.per_token_loss(model, job.samples(2)).sum().backward()
     return {"raised": raised, "left": left, "hooked": hooked, "gradients": gradients(model)}
@@ -185,6 +187,7 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
 
     def note(what: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            # One event for all tensors of a layer.
             if events[-1:] != [what]:
                 events.append(what)
 
@@ -194,6 +197,7 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
         if source.data_ptr() in layer_of:
             note(f"back {layer_of[source.data_ptr()]}")()
         else:
+            # Layers leave one after the other, so the number of freed layers is the number of this one.
             layer_of[destination.data_ptr()] = events.count("gone")
             note(f"out {events.count('gone')}")()
         return start(platform, stream, destination, source, timed)
@@ -276,6 +280,7 @@ def steps(
 
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
         buffer = take(self, *args, **kwargs)
+        # Most bytes that the host held during a step.
         most.append(max(most.pop(), in_use()))
         return buffer
 

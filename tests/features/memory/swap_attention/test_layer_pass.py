@@ -85,6 +85,7 @@ def test_views_share_one_copy(seen):
 
 
 def test_each_layer_and_microbatch_has_a_copy_of_its_own(seen):
+    # Two passes save the same tensor.
     x = source()
     shared = 2 * x
     first, second = (swapped(lambda t: t * t, shared) for _ in range(2))
@@ -161,6 +162,7 @@ def test_parameters_are_found_again():
             return grad.expand(4, 4)
 
     swapped(Keeps.apply, weight).backward()
+    # Autograd returns a new tensor object for a saved parameter, which has to be mapped back.
     ((saved, own),) = got
     assert own is weight
     assert saved is not weight, "autograd hands out a look-alike"
@@ -170,6 +172,7 @@ def test_parameters_are_found_again():
 
 
 def test_a_dropped_graph_gives_everything_back(seen):
+    # Reference counting has to be enough.
     gc.disable()
     try:
         y = swapped(chain, source())
@@ -210,6 +213,7 @@ def test_what_has_changed_since_its_first_save_is_copied_again(seen, which):
     def function(weight: Tensor) -> Tensor:
         x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1))
         again = {"the same": x, "a view": x.view(-1, 8), "another counter": x.data}[which]
+        # Saves x before its change; the product is dropped.
         weight * x
         x.add_(1)
         return weight.view(again.shape) * again
@@ -242,6 +246,7 @@ def test_a_change_of_a_view_in_place_is_reported(seen):
 def test_storages_that_are_recomputed_in_place_stay(seen):
     x = source()
     middle = 2 * x
+    # Another feature recomputes into this storage, so it must stay in place.
     saved_tensors.mark_freed(middle)
     y = swapped(lambda t: t[1:].sin(), middle)
     assert seen.out == []
@@ -303,6 +308,7 @@ class LatePlatform(CpuPlatform):
 
     def copy_async(self, destination: Tensor, source: Tensor) -> LateEvent:
         self.used.append(self.streams.index(self.current_stream()))
+        # Weak references, so that the copy itself does not keep the memory alive.
         ends = [weakref.ref(tensor.untyped_storage()) for tensor in (destination, source)]
         nbytes = destination.nbytes
 
@@ -360,6 +366,7 @@ def test_a_buffer_is_not_used_again_under_a_copy(late):
     layer_pass._leaving.clear()
     layer_pass._saved.clear()
     del swapped_storage
+    # The copy has not run yet.
     assert in_use() > 0
     event.wait()
     assert in_use() == 0

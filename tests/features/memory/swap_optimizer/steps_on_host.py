@@ -64,11 +64,13 @@ def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
             forward_backward(job, number)
             events.append("gradients")
             before = held()
+            # An infinite gradient makes Megatron skip the third step.
             if number == 2:
                 next(job.model.parameters()).main_grad.fill_(float("inf"))
             job.optimizer.step()
             staging.append((before, held()))
     step_events = events[events.index("gradients") :]
+    # Index after the last update.
     last = len(step_events) - step_events[::-1].index("update")
     return {
         "parts": max(len(pipeline.chunks) for pipeline in pipelines),
@@ -86,6 +88,7 @@ def changed_while_loaded(early: bool) -> dict[str, Any]:
     with mock.patch.object(CpuPlatform, "asynchronous", early):
         forward_backward(job, 0)
         loaded = sum(pipeline_of(part).staging for part in job.parts)
+        # Stale copies in the staging buffers have to be dropped.
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter.mul_(2)
@@ -133,6 +136,7 @@ def torn(**options: Any) -> dict[str, Any]:
         original()
 
     refused = []
+    # A step that fails, a step after it, and a save after it.
     for attempt in (
         partial(step, job, 1),
         partial(step, job, 1),
@@ -191,6 +195,7 @@ def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:
             job.optimizer.step()
         updates.append(max(during))
     state_dict = job.optimizer.state_dict()
+    # As in a job that has not taken a step yet.
     for part in job.parts:
         part.optimizer.state.clear()
     loading = [0]

@@ -78,10 +78,12 @@ class Swapped:
 
 
 def build(monkeypatch: pytest.MonkeyPatch) -> Swapped:
+    # Elements per chunk, rounded up: 1024 / 5 = 205.
     columns = -(-sum(SIZES) // CHUNKS)
     monkeypatch.setattr(step_pipeline, "columns_of", lambda *unused: columns)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, generator=generator).bfloat16() for size in SIZES]
+    # Expanded from one element, so that the optimizer's own parameters take no memory.
     mains = [torch.zeros(1).expand(size) for size in SIZES]
     optimizer = torch.optim.AdamW(mains, **RATES, foreach=False)
     parameters = [
@@ -103,6 +105,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Swapped:
     )
     for master, weight in zip(made.masters, weights, strict=True):
         master.copy_(weight)
+    # More chunks than buffers, so that buffers are reused within a step.
     assert len(pipeline.chunks) == CHUNKS > step_pipeline.BUFFERS
     return made
 
@@ -221,6 +224,7 @@ def test_a_rank_without_a_part_gathers_in_the_order_of_the_others(platform, over
             order.append(self.name)
 
     dense, experts = [Named("dense 0")], [Named("expert 0"), Named("expert 1")]
+    # An optimizer whose groups are empty on this rank.
     optimizer = SimpleNamespace(
         **{name: [[]] for name in ("model_float16_groups", "shard_fp32_from_float16_groups")},
         **{name: [[]] for name in ("model_fp32_groups", "shard_fp32_groups")},
