@@ -166,7 +166,7 @@ def test_second_stream_and_compiled_regions(pool, overrides):
     switches = {**FUSED, "two_streams": True, "compile_regions": True}
     result = one_process(pool, {**HALF, **overrides}, switches)
     same(result, expected)
-    assert {"router", "shared expert"} < set(result["compiled"])
+    assert any(region.startswith("prolog") for region in result["compiled"])
     # A selecting layer's projections and an MoE layer's shared expert, four of each, in each microbatch; and
     # core attention, where it is recomputed, leaves them alone.
     assert result["counts"][events.BESIDE] == 4 * (4 + 4)
