@@ -48,6 +48,7 @@ def stops_before(case: str, forward: int) -> tuple[Event, Event]:
     listed = schedule(case)
     events = listed.ranks[LOST]
     killed = [index for index, event in enumerate(events) if event.kind is Kind.FORWARD][forward]
+    # Units that the killed rank no longer sends; weight gradients send nothing.
     missing = {listed.next_unit(LOST, event) for event in events[killed:] if event.kind is not Kind.WEIGHT}
     before = None
     for event in listed.ranks[1 - LOST]:

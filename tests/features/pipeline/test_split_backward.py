@@ -66,6 +66,7 @@ def run(
     ):
         result = model.run(switches, **arguments, **layout)
     context = running("split-backward")
+    # Only matrices have weight gradients that can be deferred.
     matrices = {
         name: weight
         for chunk in chunks
@@ -140,6 +141,7 @@ def test_the_same_bits_in_the_order_of_the_list(pool, name, tmp_path):
     kinds = Counter(span.event.kind for spans in found.recorded.ranks for span in spans)
     assert kinds[Kind.FORWARD] == kinds[Kind.BACKWARD] == kinds[Kind.WEIGHT]
     at_once = [name for rank in ours for name in rank["at once"]]
+    # Embeddings and routers compute their weight gradients at once.
     assert [name for name in at_once if "embedding" not in name and "router" not in name] == []
     learning = [rank["waited"] for rank in ours if rank["gradients"]]
     assert all(units > 0 and size > 0 for units, size in learning) or "all layers frozen" in name

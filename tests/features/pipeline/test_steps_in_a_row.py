@@ -63,6 +63,7 @@ def steps(switches: dict[str, Any], vpp: int | None, ep: int, overlap: bool, ali
     if aligned:
         starts = [chunk.start_grad_sync for chunk in chunks]
         cfg.grad_sync_func = starts if vpp else starts[0]
+    # Data parallel ranks take turns at the samples.
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def play(count: int, forward_only: bool = False) -> None:
@@ -90,6 +91,7 @@ def steps(switches: dict[str, Any], vpp: int | None, ep: int, overlap: bool, ali
     cfg.finalize_model_grads_func = finalize_model_grads
     gradients_of_steps = []
     for count in COUNTS:
+        # An evaluation must not change the counts of gradients.
         with torch.no_grad():
             play(EVALUATED, forward_only=True)
         zero()

@@ -111,6 +111,7 @@ def run(
             return {"outputs": [built(each)[0] for each in inputs], "inputs": [], "weights": {}}
     if not fusion:
         return moe.train(built, inputs)
+    # Not 0, as after earlier microbatches.
     for parameter in built.parameters():
         parameter.main_grad = torch.ones(parameter.shape)
         parameter.grad_added_to_main_grad = False
@@ -214,6 +215,7 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
 
     cfg = moe.config(ep=ep)
     built = moe.layer(cfg)
+    # Small buckets, so that reductions start during backward.
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
@@ -233,6 +235,7 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
             gradients[f"{name}, step {step}"] = parameter.main_grad.clone()
     names = {parameter: name for name, parameter in _parameters(built).items()}
     groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+    # Gradients per weight, which Megatron counts in the first step.
     golden = {
         names[parameter]: count
         for group in groups

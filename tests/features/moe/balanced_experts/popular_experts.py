@@ -50,6 +50,7 @@ def train(
     )
     layer = moe.layer(config)
     with torch.no_grad():
+        # The router's column `index` holds the logits of microbatch `index`.
         for index, logits in enumerate(popularity):
             layer.router.weight[:, index] = torch.tensor(logits) / _SHARE
     for number in set(frozen) & set(layer.local_expert_indices):
@@ -58,9 +59,11 @@ def train(
     for index in range(len(popularity)):
         tokens = rows[dist.get_rank()] if len(rows) > 1 else rows[0]
         batch = moe.tokens(tokens, 17 * dist.get_rank() + index, batch=1)
+        # In each microbatch only its own feature is set.
         batch[..., : len(popularity)] = 0
         batch[..., index] = _SHARE
         batches.append(batch)
+    # Otherwise lines that were logged once would be missing.
     log.forget()
     with redirect_stderr(io.StringIO()) as said, watched(results):
         results |= moe.train(layer, batches)

@@ -51,6 +51,7 @@ def _balancing() -> Iterator[Callable[[], dict[str, Tensor]]]:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
     from megatron.core.transformer.moe import moe_utils
 
+    # Losses of earlier runs are still in Megatron's tracker.
     moe_utils.clear_aux_losses_tracker()
 
     def losses() -> dict[str, Tensor]:
@@ -125,4 +126,5 @@ def _runs(events: list[str], name: str, module: Any, args: Any, output: Any) -> 
     output = output[0] if isinstance(output, tuple) else output
     events.append(name)
     if output.requires_grad:
+        # The backward's event, when the output's gradient arrives.
         output.register_hook(lambda _: events.append(name))

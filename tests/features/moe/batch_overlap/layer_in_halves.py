@@ -55,6 +55,7 @@ def measured(switch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
+    # All options that draw random numbers, log losses or count tokens.
     overrides = {
         "moe_input_jitter_eps": 0.1,
         "moe_router_load_balancing_type": "aux_loss",
@@ -104,6 +105,7 @@ def balancing(kind: str | list[str], coeff: Any) -> dict[str, Any]:
 def _balanced(overrides: Mapping[str, Any]) -> dict[str, Any]:
     from megatron.core.transformer.moe import moe_utils
 
+    # Losses of earlier runs are still in Megatron's tracker.
     moe_utils.clear_aux_losses_tracker()
     built = moe.layer(moe.config(ep=2, **overrides))
     result = moe.train(built, [moe.tokens(6, seed=dist.get_rank())])

@@ -34,6 +34,7 @@ def pair(
     model.start({**ON, **(switches or {})}, tp=tp, ep=ep, etp=etp)
     overrides = {"expert_tensor_parallel_size": etp, **overrides}
     grouped = moe.layer(moe.config(tp, ep, moe_grouped_gemm=True, **overrides))
+    # The reference does not recompute.
     overrides.pop("recompute_granularity", None)
     return grouped, moe.layer(moe.config(tp, ep, **overrides))
 
@@ -46,6 +47,7 @@ def layers(rows: Sequence[int] = (6, 5), **arguments: Any) -> tuple[str, str]:
     tp = arguments.get("tp", 1)
     inputs = [moe.tokens(count * tp, seed, dtype=dtype) for seed, count in enumerate(rows)]
     if tp > 1:
+        # With sequence parallelism each rank has its part of the rows.
         inputs = [model.shard("", each, _part_of(each, tp)) for each in inputs]
     moe.assert_same(moe.train(ours, inputs), moe.train(theirs, inputs), rtol)
     return type(ours.experts).__name__, type(theirs.experts).__name__
@@ -71,6 +73,7 @@ def experts(
     ours, theirs = pair(num_moe_experts=len(tokens_per_expert), **ACTIVATIONS[activation], **arguments)
     if main_grad is not None:
         for parameter in ours.parameters():
+            # Starts at 1, so that overwriting differs from accumulating.
             parameter.main_grad = torch.full(parameter.shape, 1.0, dtype=main_grad)
             parameter.grad_added_to_main_grad = False
     activations = []
@@ -87,6 +90,7 @@ def experts(
         placeholders = [parameter.grad for parameter in ours.experts.parameters()]
         assert all(placeholder is not None for placeholder in placeholders), "hooks wait for a gradient"
         gradients[0] = moe.by_name(ours, lambda parameter: parameter.main_grad - 1)
+        # The router, which did not run, has a buffer too.
         gradients = [{n: g for n, g in by_name.items() if "local_experts" in n} for by_name in gradients]
     results = [{**result, "weights": grads} for result, grads in zip(results, gradients, strict=True)]
     assert len(gradients[1]) == 2 * len(tokens_per_expert)
@@ -102,6 +106,7 @@ def _train(module: Any, tokens_per_expert: Sequence[int]) -> dict[str, Any]:
     inputs = [moe.tokens(rows, seed, 1, dtype)[:, 0].clone().requires_grad_() for seed in (0, 1)]
     probs = [torch.rand(rows, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in inputs]
     counts = torch.tensor(tokens_per_expert)
+    # Both forwards come before the first backward, as in a pipeline.
     outputs = [module(rows_in, counts, prob)[0] for rows_in, prob in zip(inputs, probs, strict=True)]
     for output in outputs:
         noise = torch.Generator().manual_seed(8)
@@ -129,6 +134,7 @@ def initial_weights(cpu_initialization: bool, **arguments: Any) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
+    # The next random number shows whether both kinds drew equally many.
     assert torch.equal(ours_next, theirs_next)
 
 
@@ -138,6 +144,7 @@ def state_dicts(**arguments: Any) -> None:
     mine, stock = ours.state_dict(), theirs.state_dict()
     names = {name for name, value in stock.items() if value is not None}
     assert {name for name, value in mine.items() if value is not None} == names
+    # These differ from the current weights, so that an entry that is not loaded is noticed.
     changed = {name: None if value is None else value + 1 for name, value in stock.items()}
     ours.load_state_dict(changed)
     for name in names:
@@ -164,6 +171,7 @@ def overlapped(**arguments: Any) -> int:
 
     with mock.patch.object(DeferredGradient, "defer", counted):
         layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
+    # Stacked weights have three dimensions.
     return waiting.count(3)
 
 
@@ -229,6 +237,7 @@ def flat_pieces(**arguments: Any) -> None:
             entries[f"mlp.{name}.weight"],
             getattr(ours.experts.mlp, name).weight.detach().flatten(),
         )
+        # Cuts inside experts and inside a gate, as the distributed optimizer makes them.
         bounds = [0, 7, flat.numel() // 2 + 5, flat.numel() - 3, flat.numel()]
         for start, stop in pairwise(bounds):
             piece = replace(factory, data=flat[start:stop], flattened_range=slice(start, stop))
@@ -236,6 +245,7 @@ def flat_pieces(**arguments: Any) -> None:
             assert torch.equal(piece.merge_fn(_data(built)), flat[start:stop])
     assert mine.keys() == stock.keys()
     for place, parts in stock.items():
+        # Pieces of an expert, in order, make its whole weight.
         wholes = [torch.cat([data for _, data in sorted(each, key=_start)]) for each in (parts, mine[place])]
         assert torch.equal(*wholes), place
 
@@ -247,6 +257,7 @@ def _start(part: tuple[int, torch.Tensor]) -> int:
 def _collect(into: dict[Any, list[Any]], item: Any) -> Any:
     built = item.build() if hasattr(item, "build") else item
     flat = [built]
+    # Flattens nested dicts and lists of shards.
     while any(isinstance(entry, (dict, list)) for entry in flat):
         flat = [
             inner

@@ -88,6 +88,7 @@ def prefer(built: Any, favourites: Sequence[int]) -> None:
 
     def biased(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         bias = torch.zeros(logits.size(-1))
+        # Large and distinct, so that the order of favourites is fixed.
         bias[list(favourites)] = torch.arange(50.0, 50.0 - len(favourites), -1.0)
         return routing(logits + bias, *args, **kwargs)
 

@@ -46,6 +46,7 @@ def run(**arguments: Any) -> dict[str, Any]:
 
 def listed(schedule: Schedule, rank: int) -> Counts:
     """Return the expected counts of a rank, by its list of events."""
+    # Forwards whose weight gradients have an event of their own; they end at that event.
     later = {(e.chunk, e.microbatch) for e in schedule.ranks[rank] if e.kind is Kind.WEIGHT}
     now, counts = 0, []
     for block in schedule.blocks(rank):
@@ -81,6 +82,7 @@ class _Live:
             mock.patch.object(model, "loss_of", self._apart(model.loss_of)),
         ):
             yield
+        # Storages that outlive the step are weights.
         outlive = self._alive()
         for _, alive in self._looks:
             for forward, persisting in zip(alive, outlive, strict=False):
@@ -118,6 +120,7 @@ class _Live:
         storage = tensor.untyped_storage()
         if "F" in self._block and tensor.is_floating_point() and storage._cdata != self._input:
             self._saved[-1].append(StorageWeakRef(storage))
+            # Another look once the first tensor of a forward is saved, for the maximum.
             if len(self._saved[-1]) == 1:
                 self._looks.append(("", self._alive()))
         return tensor

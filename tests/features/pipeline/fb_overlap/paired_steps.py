@@ -74,6 +74,7 @@ def buffers_alive(
     **layout: int,
 ) -> dict[str, int]:
     """Return the maximum number of live receive buffers in a step, and the number left after it."""
+    # Without collections, because buffers must be freed by reference counting.
     gc.collect()
     gc.disable()
     try:
@@ -100,6 +101,7 @@ def _buffers() -> Iterator[tuple[dict[int, Any], list[int]]]:
 
     def launch(self: Any, rows: Any, reverse: bool = False) -> Any:
         pending = send(self, rows, reverse)
+        # Finalizers tell when a buffer is freed, without a reference to it.
         key = len(counts)
         alive[key] = weakref.finalize(pending.result, alive.pop, key)
         counts.append(len(alive))
@@ -177,6 +179,7 @@ def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     cfg = model.config(num_layers=2, expert_model_parallel_size=2, **overrides)
+    # Small buckets, so that reductions start during backward.
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
@@ -189,6 +192,7 @@ def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     gradients, losses = {}, []
     for step in range(4):
         wrapped.zero_grad_buffer()
+        # The last step is the evaluation.
         with torch.no_grad() if step == 3 else contextlib.nullcontext():
             losses += get_forward_backward_func()(
                 forward_step_func=partial(model._forward_step_of, cfg),

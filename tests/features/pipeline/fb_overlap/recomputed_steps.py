@@ -82,6 +82,7 @@ class _Storages(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
+                # Views share their base's storage, which counts once.
                 self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return result
 
@@ -100,6 +101,7 @@ def kept(
     levels: list[int] = []
 
     def looked_at(original: Any) -> Any:
+        # Looked at before the first forward, and before its loss.
         def look(*args: Any) -> Any:
             levels.append(storages.alive())
             return original(*args)
