@@ -80,6 +80,7 @@ def _fail(place: str, argv: Sequence[str], switches: Mapping[str, Any]) -> str:
         try:
             _run(argv, switches, [])
         except Exception as error:
+            # Other ranks may be waiting for this one.
             _close_connections()
             return "failed" if isinstance(error, _Failure) else f"{type(error).__name__}: {error}"
     raise AssertionError("the job has not failed")
@@ -108,6 +109,7 @@ def _let_fail(stepper: Any, place: str) -> None:
         if calls[0] == min(2, stepper.microbatches):
             if place == "forward":
                 fail()
+            # Runs in backward, when the output's gradient arrives.
             outputs[0].register_hook(fail)
 
     stepper.train_step = counted
@@ -118,6 +120,7 @@ def _close_connections() -> None:
     """Shut down all connections but the store's, as the end of a process does, to wake waiting ranks."""
     # gloo's ``abort`` does not close its connections.
     store = dist.distributed_c10d._get_default_store()
+    # Prefix stores wrap the store that has the port.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     for name in os.listdir("/proc/self/fd"):
@@ -131,6 +134,7 @@ def _join_again(name: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     gc.collect()
+    # A new prefix, because the store still has the old groups' keys.
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
 
 

@@ -181,6 +181,7 @@ class Lab:
         self._initial_tensors: dict[Path, Tensors] = {}
         self._references: dict[str, Outcome] = {}
         (folder / "text").mkdir()
+        # The text of a module from the standard library is training data for all layouts.
         (folder / "text" / "input.py").write_text(inspect.getsource(argparse))
 
     def one_process(self, layout: Layout) -> Outcome:
@@ -191,6 +192,7 @@ class Lab:
 
     def reference(self, layout: Layout) -> Outcome:
         """Return the cached outcome of :meth:`run` for a layout that serves as reference."""
+        # Layouts with the same settings share an outcome, whatever their names.
         key = repr(replace(layout, name="", flags=" ".join(layout.flags.split())))
         outcome = self._references.pop(key, None) or self.run(layout)
         self._references[key] = (
@@ -238,6 +240,7 @@ class Lab:
         )
         memory = sum((rank.memory for rank in ranks), Counter())
         signs = merge(ranks)
+        # The ranks record choices and signs in one dict.
         choices = {key: signs.pop(key) for key in list(signs) if key[0] != "sign"}
         return Outcome(ranks[0].records, self._read(final, self._steps), first, last, choices, signs, memory)
 
@@ -291,6 +294,7 @@ class Lab:
         comparison = self.compare(layout, outcome, reference)
         tell(HEADING, str(comparison))
         problems = comparison.violations(bounds)
+        # A flip excuses a difference only if it is gone with forced choices.
         if problems and bounds.forced and any(count for count, _ in comparison.flips.values()):
             again = self.run(layout, forced={**reference.choices, **reference.signs})
             forced = self.compare(layout, again, reference)
@@ -354,6 +358,7 @@ def merge(ranks: Sequence[RankOutcome]) -> Choices:
     merged: Choices = {}
     for key in sorted({key for rank in ranks for key in rank.choices}):
         by_data_rank = []
+        # Ranks of other pipeline stages do not have this layer.
         holders = [rank for rank in ranks if key in rank.choices]
         for data in sorted({rank.place.data for rank in holders}):
             group = [rank for rank in holders if rank.place.data == data]
@@ -362,6 +367,7 @@ def merge(ranks: Sequence[RankOutcome]) -> Choices:
                 for context in range(group[0].place.context_size)
             ]
             joined = np.concatenate([_of_tensor_ranks(key, ranks) for ranks in of_context], axis=2)
+            # Context parallel ranks may hold any rows, so rows are sorted by their position.
             order = np.concatenate([ranks[0].rows[key] for ranks in of_context], axis=1).argsort(axis=1)
             by_data_rank.append(np.stack([each[:, own] for each, own in zip(joined, order, strict=True)]))
         # [microbatch, data rank, ...]: Megatron deals a global batch to the data parallel ranks in turn.
@@ -374,6 +380,7 @@ def _of_tensor_ranks(key: Key, group: list[RankOutcome]) -> npt.NDArray[np.bool_
     """Merge the choices of the tensor parallel ranks with the same context parallel rank."""
     group.sort(key=lambda rank: rank.place.tensor)
     parts = [rank.choices[key] for rank in group]
+    # With sequence parallelism, each rank routes its part of the sequence.
     if key[0] == "router" and group[0].place.sequence_parallel:
         return np.concatenate(parts, axis=2)
     assert all(np.array_equal(part, parts[0]) for part in parts), (
@@ -431,6 +438,7 @@ def _minus(weights: Tensors, initial: Tensors) -> Tensors:
 def _worst(ours: Tensors, theirs: Tensors) -> list[tuple[float, str]]:
     assert ours.keys() == theirs.keys()
     differences = [(relative(ours[name], theirs[name]), name) for name in theirs]
+    # NaN comes first: it is beyond every bound.
     return sorted(differences, key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
 
 

@@ -91,6 +91,7 @@ def row(
         if size:
             flags = f"{flags} {flag} {size}"
             sizes[flag.strip("-").replace("-", "_")] = size
+    # The reference has the same layout, so that only the feature differs.
     if both is not None:
         reference = Layout(f"{name}, without", ranks, flags, model, stock, {**both, **sizes})
     layout = Layout(name, ranks, f"{flags} {own}", model, stock, {**(both or {}), **sizes, **switches})

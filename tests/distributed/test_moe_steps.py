@@ -33,6 +33,7 @@ from tests.support.memory_events import (
 SMALL = "--num-layers 3"
 """Model size with two layers of experts."""
 ORDERS = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2]}
+# Two layers of four experts.
 EXPERTS = 2 * 4
 WHOLE = f"{EP2} {ETP1}"
 
@@ -94,6 +95,7 @@ def layout(tmp_path: Path) -> Callable[..., Layout]:
     expert_placement.write(file, Placement(4, 2, ORDERS))
 
     def with_features(name: str, features: Features, flags: str, model: str = "", **more: Any) -> Layout:
+        # FILE and FOLDER stand for paths of this test.
         paths = {"FILE": str(file), "FOLDER": str(tmp_path / f"load of {name}")}
         switches = {key: paths.get(value, value) for key, value in features.switches.items()}
         return Layout(name, 2, f"{flags} {features.flags}", f"{SMALL} {model}", switches={**switches, **more})
@@ -138,6 +140,7 @@ def test_over_tensor_parallel_ranks(ten_steps: Lab, layout: Callable[..., Layout
         assert not comparison.violations(BESIDE_STOCK)
         if name != "all":
             assert_same_bits(outcome, stock)
+    # Without the feature, each rank holds a slice of every expert.
     sliced = ten_steps.run(Layout("TP2+SP", 2, f"{TP2} {ZERO}", SMALL))
     assert sliced.memory[HELD] == 2 * EXPERTS
 
@@ -157,6 +160,7 @@ def test_beside_memory_features(
     """In bf16, a memory feature does not change a bit of the training with a MoE feature."""
     features = CASES[name]
     flags = f"{TP2 if features.extends else EP2} {ZERO}"
+    # The run without a memory feature is the reference for all of them.
     if name not in alone:
         alone[name] = ten_steps.run(layout(f"{name}, bf16", features, flags, "--bf16"))
     tried = layout(f"{name}, {memory}", features, flags, "--bf16", **MEMORY[memory])

@@ -86,6 +86,7 @@ def test_the_placement_may_change_at_a_checkpoint(
     stock, middle, final = (str(tmp_path / name) for name in ("stock", "middle", "final"))
     load = str(tmp_path / "load")
     unbroken = train(f"{optimizer} --save {stock}")
+    # The run ends after half of its steps, with a checkpoint.
     begun = train(f"{optimizer} --save {middle} --exit-interval {FIRST}", first, load, **grouped)
     ended = train(f"{optimizer} --load {middle} --save {final}", second, load, **grouped)
     for ours, theirs in zip([*begun, *ended], unbroken, strict=True):
@@ -96,6 +97,7 @@ def test_the_placement_may_change_at_a_checkpoint(
         read, 1, checkpoints=[(middle, FIRST), (stock, STEPS), (final, STEPS)]
     )[0]
     assert resumed.keys() == expected.keys()
+    # Moments are compared as well.
     assert sum("exp_avg" in name for name in resumed) > 20
     for name, tensor in expected.items():
         # Relative to the update of the last steps, because a checkpoint also has the moments.
@@ -112,6 +114,7 @@ def _check_ranks(report: Path, first: Any, second: Any) -> None:
     for record in records:
         orders = (first if record["step"] <= FIRST else second) or {}
         for layer in record["layers"]:
+            # Without a placement, experts are in the order of their numbers.
             order = orders.get(layer["layer"], [0, 1, 2, 3])
             assert layer["ranks"] == [expert_placement.rank_loads(layer["experts"], order, 2)]
         assert [layer["layer"] for layer in record["layers"]] == [2, 3, 4]

@@ -96,6 +96,7 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
         argv = f"{MODEL} {SHALLOW} {TRAINING} {data} {layout.flags} {flags}".split()
         return pool.run(function, layout.world_size, argv=argv, switches=dict(layout.switches), **arguments)
 
+    # Uninterrupted runs are shared between the checks.
     def whole(layout: str, optimizer: str, model: str) -> Source:
         key = layout, optimizer, model
         if key not in sources:
@@ -108,6 +109,7 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
 
     def check(first: str, first_optimizer: str, second: str, second_optimizer: str, model: str) -> None:
         source = whole(first, first_optimizer, model)
+        # The resumed run writes its state right after loading.
         again = tmp_path / f"again-{first}-{second}-{first_optimizer}-{second_optimizer}-{model}"
         flags = f"{second_optimizer} {model} --no-save --load {source.folder} --ckpt-step {SAVED}"
         ranks = train(f"{__name__}:go_on", LAYOUTS[second], flags, again=str(again))
@@ -115,6 +117,7 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
         (saved, saved_steps), (loaded, loaded_steps) = pool.run(f"{__name__}:contents", 1, checkpoints=files)[
             0
         ]
+        # Another optimizer saves other entries.
         if first_optimizer == second_optimizer:
             assert loaded.keys() == saved.keys()
         moments = [name for name in loaded if ".exp_avg" in name]
@@ -122,14 +125,17 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
         assert set(moments) == {name for name in saved if ".exp_avg" in name}
         assert [name for name in loaded if name in saved and not loaded[name].equal(saved[name])] == []
         assert saved_steps == loaded_steps == {SAVED}
+        # Megatron chains a second optimizer for expert parallel weights.
         parts = 2 if any(rank.experts for rank in ranks) else 1
         for rank in ranks:
             assert rank.counts == {SAVED}
             assert rank.optimizers == parts
             assert {group[0] for group in rank.groups} == ({False, True} if rank.experts else {False})
+            # Groups with and without weight decay.
             assert {group[1:3] for group in rank.groups} == {(1.0, 0.1), (0.0, 0.0)}
             assert len({group[3:] for group in rank.groups}) == 1
         assert len(source.losses) == STEPS - SAVED
+        # In bf16, sums that are split in another way round differently.
         loss, norm = (5e-3, 3e-2) if BF16 in model else (1e-5, 1e-4)
         for ours, theirs in zip(ranks[0].losses, source.losses, strict=True):
             assert ours[0] == pytest.approx(theirs[0], rel=loss)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_dsa.patches import Claim, Patch, PatchManager
 
+# Names of all stub packages; `snapshot` and `close` look at no others.
 PACKAGES = ("house", "house_impl", "house_switch", "guest", "library")
 
 FILES = {
@@ -152,6 +153,7 @@ class House:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text), encoding="utf-8")
+        # Import caches the listings of folders, and would miss new files.
         importlib.invalidate_caches()
 
     def manager(self, *patches: Patch, features: tuple[str, ...] = (), **kwargs: Any) -> PatchManager:
@@ -173,6 +175,7 @@ class House:
     def close(self) -> None:
         for manager in self.managers:
             manager.undo()
+        # The next test writes and imports packages of its own.
         for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
 
@@ -199,6 +202,7 @@ def snapshot() -> dict[tuple[str, str], Any]:
         if module_name.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):
             continue
         for name, value in tuple(vars(module).items()):
+            # Importing a submodule binds it in its package, which is no patch.
             if name == "__builtins__" or isinstance(value, ModuleType):
                 continue
             bindings[module_name, name] = value

@@ -32,6 +32,7 @@ def test_every_kind_of_method(house, target, use, expected, imported_first):
     core = load("house.core") if imported_first else None
     manager = house.armed(patch(f"core:{target}"))
     core = core or load("house.core")
+    # The class exists only once the module is imported.
     if target == "Room.build":
         expected = (5, core.Kitchen)
     name, attribute = target.split(".")
@@ -44,6 +45,7 @@ def test_every_kind_of_method(house, target, use, expected, imported_first):
     manager.undo()
     restored = vars(getattr(core, name))[attribute]
     assert type(restored) is type(raw)
+    # `raw` was read while the patch was in place.
     assert restored is not raw
     del calls()[:]
     assert use(core) == expected

@@ -92,6 +92,7 @@ def test_the_implementation_keeps_its_own_identity():
     def stand_in(x, *, scale=2.0):
         return -x
 
+    # A decorator may return an object that it did not make.
     shared = []
 
     def sharing(function):
@@ -150,6 +151,7 @@ def test_pickle_and_deepcopy(house):
     room = core.Room(4)
     for twin in (pickle.loads(pickle.dumps(room)), copy.deepcopy(room)):
         assert (type(twin), twin.size, twin.paint()) == (core.Room, 4, "white room of 4")
+    # A bound method is pickled as its instance and its name.
     bound = pickle.loads(pickle.dumps(room.paint))
     assert bound("red") == "red room of 4"
     assert pickle.loads(pickle.dumps(core.Room.build))(2).size == 2

@@ -48,6 +48,7 @@ def test_out_of_range_is_not_looked_at(tmp_path):
     assert finding.state == "out-of-range"
     assert not finding.fatal
     assert "megatron 0.17.0rc0 is outside >=0.16,<0.17.0a0" in finding.message
+    # In range, or with an unknown version, the file is looked at.
     inside = Checker(check.tree, version="0.16.2.dev1").check(row)
     assert states(inside) == ["missing"]
     assert states(Checker(check.tree, version=None).check(row)) == ["missing"]
@@ -119,6 +120,7 @@ def test_fork_with_another_root(tmp_path):
     options = {"version": "0.16.1", "known": known(tmp_path), "root": "corp_megatron"}
     row = REPLACED.under_root("corp_megatron")
     assert checker(tmp_path / "same", {"corp_megatron/core/a.py": fork}, **options).check(row) == []
+    # The eight is the width in the format of `scale`.
     changed = fork.replace("8", "9")
     findings = checker(tmp_path / "new", {"corp_megatron/core/a.py": changed}, **options).check(row)
     assert states(findings) == ["changed"]

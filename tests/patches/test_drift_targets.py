@@ -104,6 +104,7 @@ PACKAGE = {
     "megatron/core/future.py": "def broken(:\n",
 }
 
+# Rows of target, expected parameters, and the place of the definition.
 FOUND = [
     ("layers:fused", ("x", "bias"), "layers:fused"),
     ("layers:plain", ("x",), "layers:plain"),
@@ -214,6 +215,7 @@ def test_bases_are_followed_into_installed_packages(tmp_path):
     assert facts.defined_in == "argparse:ArgumentParser.parse_args"
     assert facts.params is None, "another release of that package may take others"
     assert facts.fingerprint == ""
+    # Only the parameters are unknown; a name that is not there is missing.
     assert check.inspect(patch("megatron.core.a:A.parse_nothing")).exists is False
 
 
@@ -293,6 +295,7 @@ def test_agrees_with_the_import_system(tmp_path, monkeypatch):
         imported = import_module(module)
         for part in path.split("."):
             imported = vars(imported).get(part, getattr(imported, part, None))
+        # Unwraps static and class methods.
         imported = getattr(imported, "__func__", imported)
         if params is None or not inspect.isfunction(imported) or target.endswith("either"):
             continue
@@ -300,6 +303,8 @@ def test_agrees_with_the_import_system(tmp_path, monkeypatch):
         named = [p.name for p in real if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         assert check.inspect(patch(f"{module}:{path}")).params == tuple(named), target
         compared += 1
+    # Most of the rows above are functions.
     assert compared > 12
+    # Another test may use the same names for other files.
     for loaded in [name for name in sys.modules if name.startswith("drift_real")]:
         del sys.modules[loaded]

@@ -28,6 +28,7 @@ def test_from_imports_aliases_and_re_exports(house, imported_first):
     assert consumer.area is consumer.surface is guest.area is load("house").area is core.area
     assert (consumer.use(3), guest.visit(3)) == (6, 6)
     assert calls() == ["area", "area"]
+    # Four names besides the home's: one in house, one in guest, and two in house.consumer.
     (site,) = manager.report()
     assert site.rebound == (4 if imported_first else 0), "hooks fire before consumers bind"
 
@@ -81,6 +82,7 @@ def test_circular_import_binds_from_the_half_executed_module(house, imported_fir
 def test_armed_from_inside_the_package_being_patched(house, armed_in):
     """Arming works at the top of the module that has the targets, and at the top of its package."""
     old = (house.folder / armed_in).read_text()
+    # The file arms a manager in its first line.
     house.write({armed_in: "from house_switch import flip; flip()\n" + old})
     managers = []
     load("house_switch").ACTIONS.append(lambda: managers.append(house.armed(patch("core:area"))))
@@ -169,6 +171,7 @@ def test_the_sweep_wakes_no_lazy_module(house):
     guest = load("guest")
     manager = house.armed(patch("core:area"))
     load("house.core")
+    # These are all passes over sys.modules.
     manager.finalize()
     manager.undo()
     manager.report()
@@ -301,6 +304,7 @@ def test_an_import_that_fails_at_first_is_patched_when_it_succeeds(house):
     load("house_switch").ACTIONS.append(fail)
     with pytest.raises(RuntimeError, match="not yet"):
         load("house.flaky")
+    # The second import succeeds.
     load("house_switch").ACTIONS.clear()
     assert load("house.flaky").f() == 1
     assert calls() == ["f"]
@@ -332,6 +336,7 @@ def test_failing_hooks_break_no_import_and_finalize_lists_all(house, caplog):
         "house.core:HEIGHT",
     ):
         assert words in str(caught.value)
+    # finalize() has undone the site that was patched, so the names are as before.
     assert_identical(before, snapshot())
     assert states(manager) == ["undone", "failed", "failed", "failed", "failed", "skipped"]
     assert calls() == []

@@ -54,6 +54,7 @@ def test_all_problems_at_once_and_nothing_changed(house):
         manager.check()
     assert_identical(before, snapshot())
     text = "\n".join(caught.value.problems)
+    # The optional row is skipped and is no problem.
     assert len(caught.value.problems) == 4
     assert (
         "house.core:area is replaced by both f0 (house_impl:tenfold) and f1 (house_impl:hundredfold)" in text
@@ -114,6 +115,7 @@ def test_two_features_agree_on_a_factory_only_with_one_context(house, contexts, 
         ("mark_a", ("left", "right"), "a(swept)", 1),
         ("mark_with_context", ("same", "same"), "same(swept)", 1),
         ("mark_with_context", ("left", "right"), "right(left(swept))", 2),
+        # Both contexts begin with the same letter, and the decorator depends on no more.
         ("mark_with_first", ("left", "lower"), "left(swept)", 1),
         ("mark_with_first", ("left", "right"), "right(left(swept))", 2),
     ],
@@ -160,6 +162,7 @@ def test_one_object_under_two_spellings(house, second, imported_first):
 
     with pytest.raises(PatchError, match=r"the same object as .*both rows must use the same name for it"):
         go()
+    # Neither row is installed.
     assert load("house.core").area(1) == 2
     assert load("house_impl").CALLS == []
 
@@ -181,6 +184,7 @@ def test_wrappers_nest_by_priority_then_by_feature_order(house, order):
     manager.plan(claims[i] for i in order)
     manager.check()
     manager.arm()
+    # A replacement is innermost, wherever its row stands.
     assert load("house.core").Room().sweep() == "c(a(b(x)))"
     (site,) = manager.report()
     assert site.stack == [f"house_impl:{name}" for name in ("mark_c", "mark_a", "mark_b", "clean")]

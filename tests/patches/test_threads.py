@@ -47,6 +47,7 @@ def test_arming_while_other_threads_import(house, round_):
     rows = [Patch(f"house.m{i}:f", "wrap", "house_impl:mark_a", "test") for i in range(MODULES)]
     manager = house.manager(*rows)
     switch_interval = sys.getswitchinterval()
+    # Threads switch often, so that more interleavings occur.
     sys.setswitchinterval(1e-5)
     try:
         run(

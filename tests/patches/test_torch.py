@@ -90,6 +90,7 @@ FILES = {
 @pytest.fixture
 def ops(house):
     house.write(FILES)
+    # Forgets the code that other tests compiled.
     torch._dynamo.reset()
     yield house
     torch._dynamo.reset()

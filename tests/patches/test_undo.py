@@ -43,6 +43,7 @@ STEPS = st.one_of(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(imported=st.lists(st.sampled_from(MODULES), unique=True), steps=st.lists(STEPS, max_size=8))
 def test_any_history_returns_to_the_identical_objects(house, imported, steps):
+    # One fixture serves all examples, so each begins by unloading the packages.
     house.close()
     for name in imported:
         load(name)
