@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindspeed_dsa.features.data.sft_prompts.feature import check_prompts, mask_prompts
+from mindspeed_dsa.features.data.sft_prompts.answers import mask_prompts
+from mindspeed_dsa.features.data.sft_prompts.feature import check_prompts
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,11 +54,12 @@ def unmasked(self, conversation, return_target, add_generation_prompt):
     return (tokens, tokens.copy()) if return_target else tokens
 
 
-def megatrons(template, prompt_format="default"):
+def megatrons(template, prompt_format="default", words=None):
+    words = words or tokenizer(template)
     return SimpleNamespace(
-        _tokenizer=tokenizer(template),
+        _tokenizer=words,
         _prompt_format=prompt_format,
-        _prompt_config=SimpleNamespace(custom_chat_template=template),
+        _prompt_config=SimpleNamespace(custom_chat_template=template, pad_token_id=words.pad_token_id),
     )
 
 
@@ -81,10 +83,11 @@ def test_other_formats_and_prompts_alone_are_passed_through():
             assert list(ours) == list(theirs)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_its_turn():
-    earlier = [*CHAT, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine"}]
-    with pytest.raises(ValueError, match="turn 5 of a conversation otherwise when others follow"):
-        mask_prompts(unmasked)(megatrons(FORGETFUL), earlier, True, False)
+def test_earlier_answers_count_as_the_template_writes_them():
+    earlier = [*CHAT, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "[THINK] fine"}]
+    _, target = mask_prompts(unmasked)(megatrons(FORGETFUL), earlier, True, False)
+    counted = [WORDS[token] for token in target if token != -100]
+    assert counted == "hello how are you </s> so kind </s> [THINK] fine </s>".split()
 
 
 @pytest.mark.parametrize(
