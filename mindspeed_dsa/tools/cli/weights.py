@@ -131,6 +131,8 @@ def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
     with job.processes():
         plan = saving.write_together(lambda: job.plan_of(options), _bar("export"), _WHO)
     if _first():
+        for note in plan.notes:
+            print(f"note: {note}")
         print(f"{options.target}: {amount(plan.bytes)} in {len(plan.shards)} files")
 
 

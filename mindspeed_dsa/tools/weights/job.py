@@ -150,6 +150,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         vocabulary=None if like is None else like["vocab_size"],
         dtype=options.dtype or "bfloat16",
         like=like,
+        tokens=companions.token_ids(getattr(args, "tokenizer_model", None)),
     )
     return Plan(
         checkpoint=checkpoint,
@@ -161,6 +162,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         shard_bytes=options.shard_size,
         fp8_blocks=options.fp8_blocks,
         like=options.like,
+        notes=written_config.notes(described, like, args),
     )
 
 

@@ -200,6 +200,57 @@ def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
     assert "MB in 1 files" in text
 
 
+def test_no_row_of_the_files_is_cut_by_a_smaller_tokenizer(tmp_path: Path) -> None:
+    """A job saves its tokenizer's size, and padding from an import is zero."""
+    theirs = models.write("deepseek_v3", tmp_path / "model", num_hidden_layers=1)
+    done("import", theirs, tmp_path / "checkpoints")
+    common = tmp_path / "checkpoints" / "release" / "common.pt"
+    saved = torch.load(common, weights_only=False)
+    assert saved["args"].padded_vocab_size == 384, "of 300 in the files"
+    for tokens, note in ((256, True), (300, False), (None, False)):
+        saved["args"].vocab_size = tokens
+        torch.save(saved, common)
+        out = tmp_path / f"out {tokens}"
+        text = done("export", tmp_path / "checkpoints", out)
+        rows = 384 if tokens is None else 300
+        assert json.loads((out / "config.json").read_text())["vocab_size"] == rows
+        found = tensors_of(out)
+        assert [len(found[f"{name}.weight"]) for name in ("model.embed_tokens", "lm_head")] == [rows, rows]
+        assert loaded("deepseek_v3", out)
+        assert ("config.json has a vocab_size of 300: the job has a vocabulary of 256" in text) is note
+    done("export", tmp_path / "checkpoints", tmp_path / "like", "--like", theirs)
+    assert same(tensors_of(tmp_path / "like"), tensors_of(theirs))
+
+
+def test_tokens_are_those_of_the_jobs_tokenizer(tmp_path: Path) -> None:
+    theirs = models.write("glm_moe_dsa", tmp_path / "model", num_hidden_layers=1, eos_token_id=[7, 9])
+    done("import", theirs, tmp_path / "checkpoints")
+    text = done("export", tmp_path / "checkpoints", tmp_path / "alone")
+    assert "note: config.json has no bos_token_id, eos_token_id, pad_token_id: no tokenizer is known" in text
+    common = tmp_path / "checkpoints" / "release" / "common.pt"
+    saved = torch.load(common, weights_only=False)
+    saved["args"].tokenizer_model = str(theirs)
+    torch.save(saved, common)
+    assert "note" not in done("export", tmp_path / "checkpoints", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
+
+
+@pytest.mark.parametrize("form", [{"index_topk_freq": 2}, {"index_topk_pattern": "FFSF"}], ids=str)
+def test_a_deepseek_v32_that_shares_comes_out_as_it_was(tmp_path: Path, form: dict[str, Any]) -> None:
+    """transformers' class has no sharing; vLLM reads the pattern with a switch."""
+    theirs = models.write("deepseek_v32", tmp_path / "model", **form)
+    weights = load_file(theirs / FILE)
+    shared = {name: each for name, each in weights.items() if ".layers.2." in name and "indexer" in name}
+    assert shared
+    left = {name: each for name, each in weights.items() if name not in shared}
+    save_file(left, theirs / FILE, {"format": "pt"})
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out")
+    assert same(tensors_of(tmp_path / "out"), left)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["use_index_cache"], written["index_topk_pattern"]) == (True, "FFSF")
+
+
 def test_arguments_lie_in_a_list_where_a_job_of_0_19_has_saved_them(tmp_path: Path) -> None:
     theirs = models.write("deepseek_v32", tmp_path / "model", num_hidden_layers=2)
     done("import", theirs, tmp_path / "checkpoints")

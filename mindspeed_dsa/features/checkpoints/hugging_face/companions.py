@@ -8,11 +8,14 @@ are allowed.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.config import FILE, INDEX
+from mindspeed_dsa.features.checkpoints.hugging_face.written_config import TOKENS
 from mindspeed_dsa.runs.files import RunError
 
 _COPIED = (
@@ -61,6 +64,46 @@ def problems(folder: Path, weights: bool = False) -> Iterator[str]:
     for path in _matching(folder, (FILE, *_COPIED, *(_WEIGHTS if weights else ()))):
         if leads := _leads_out(folder, path):
             yield leads
+
+
+def token_ids(tokenizer: str | None) -> dict[str, int | list[int] | None]:
+    """Return ids of special tokens in a tokenizer's files, by their keys in ``config.json``.
+
+    Args:
+        tokenizer: folder or file, as in ``--tokenizer-model``; a name on a hub gives nothing.
+    """
+    path = Path(tokenizer or "")
+    folder = path if path.is_dir() else path.parent
+    if not tokenizer or not path.exists():
+        return {}
+    said, words, content = (
+        _read(folder / name) for name in (FILE, "tokenizer_config.json", "tokenizer.json")
+    )
+    if any(key in said for key in TOKENS):  # of a model's own folder
+        return {key: value for key in TOKENS if _are_ids(value := said.get(key))}
+    added = content.get("added_tokens")
+    ids = {each.get("content"): each.get("id") for each in added or () if isinstance(each, dict)}
+    for number, each in dict(words.get("added_tokens_decoder") or {}).items():
+        if isinstance(each, dict) and number.isdecimal():
+            ids[each.get("content")] = int(number)
+    tokens = {key: words.get(key.removesuffix("_id")) for key in TOKENS}
+    named = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+    return {
+        key: ids[token] for key, token in named.items() if isinstance(token, str) and _are_ids(ids.get(token))
+    }
+
+
+def _are_ids(value: object) -> bool:
+    return all(type(each) is int for each in value) if isinstance(value, list) else type(value) is int
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object in a file; empty if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

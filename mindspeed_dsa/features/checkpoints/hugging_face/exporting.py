@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,14 @@ class Plan:
         target: folder of the exported files; it must not exist, unless ``replaces``.
         config: content of the exported ``config.json``.
         shape: layers of the model, which decide its tensors.
-        vocabulary: number of embedding rows without padding.
+        vocabulary: number of embedding rows without padding. Without ``like`` it is raised to the last row
+            that holds anything: a tokenizer may know fewer tokens than the model's files had rows.
         dtype: dtype of weights that are not in FP8, except router biases; default: ``like``'s dtype, or bf16.
         shard_bytes: maximum size of a file in bytes.
         fp8_blocks: whether to write linear weights in FP8 with one factor per block.
         like: folder of the model that training started from; gives dtypes, factors and tokenizer files.
         replaces: whether ``target`` may exist. It is then deleted once the new folder is complete.
+        notes: sentences on the written configuration, for the user.
         shards: dict from file name to its tensors, on the meta device.
 
     Raises:
@@ -81,6 +83,7 @@ class Plan:
     fp8_blocks: bool = False
     like: Path | None = None
     replaces: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._sole: Sole | None = None
@@ -90,6 +93,12 @@ class Plan:
         self._like_has_fp8 = like is not None and any(
             like.dtype(name) == torch.float8_e4m3fn for name in like.names
         )
+        if like is None and (rows := self._filled_rows()) > self.vocabulary:
+            self.notes.append(
+                f"config.json has a vocab_size of {rows}: the job has a vocabulary of {self.vocabulary}, and "
+                "rows above it are no padding"
+            )
+            self.vocabulary = rows
         self._pieces = self._find()
         self.shards = divide(self._described(), self.shard_bytes)
 
@@ -135,6 +144,17 @@ class Plan:
                 "model with --like that it was trained from, or leave it out"
             )
         return pieces
+
+    def _filled_rows(self) -> int:
+        """Return the number of embedding rows up to the last one that is not zero, as padding is."""
+        key = "embedding.word_embeddings.weight"
+        if (stored := self._reader.tensors.get(key)) is None or stored.size[0] <= self.vocabulary:
+            return self.vocabulary  # missing tensors are reported with all others
+        shape = (stored.size[0] - self.vocabulary, stored.size[1])
+        data = torch.empty(shape, dtype=stored.properties.dtype, device="meta")
+        piece = Piece(place_of(key)[0], key, tuple(stored.size), (self.vocabulary, 0), shape, 0, data)
+        filled = self._reader.read(piece, data.dtype).ne(0).any(1).nonzero()
+        return self.vocabulary + (int(filled[-1]) + 1 if len(filled) else 0)
 
     def _stacks(self) -> Iterator[tuple[Place, tuple[str, tuple[int, ...]]]]:
         """Yield each tensor of the checkpoint, with its key and its offset in the key's stacked tensor."""
@@ -267,7 +287,8 @@ class Plan:
         write_index(self.partial, self.shards)
         # Loaders take this dtype for all weights. The embedding is never in FP8, so its dtype is used.
         (embedding,) = MODEL["embedding.word_embeddings.weight"]
-        config["dtype"] = str(self._dtype(embedding)).removeprefix("torch.")
+        config["dtype"] = config["torch_dtype"] = str(self._dtype(embedding)).removeprefix("torch.")
+        config["vocab_size"] = self.vocabulary
         config.pop("quantization_config", None)
         if self.fp8_blocks:
             quantised = {} if self._like is None else self._like.quantised

@@ -78,6 +78,8 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
     plan = write_together(
         lambda: _plan(job, checkpoint, target, options, stale), lambda total: lambda done: None, _WHO
     )
+    for note in plan.notes:
+        log.info("%s: %s", target, note)
     log.info("%s: %s of weights", target, amount(plan.bytes))
     return target
 
@@ -95,7 +97,10 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
         companions.require_own(options.like, _WHO)
     like = None if options.like is None else config.read_config(options.like, _WHO)
     vocabulary = None if like is None else like["vocab_size"]
-    described = written_config.config_of(job, options.release, _WHO, vocabulary=vocabulary, like=like)
+    tokens = companions.token_ids(getattr(job, "tokenizer_model", None))
+    described = written_config.config_of(
+        job, options.release, _WHO, vocabulary=vocabulary, like=like, tokens=tokens
+    )
     architecture = find(described, _WHO)
     return Plan(
         checkpoint=checkpoint,
@@ -106,6 +111,7 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
         fp8_blocks=options.fp8_blocks,
         like=options.like,
         replaces=replaces,
+        notes=written_config.notes(described, like, job),
     )
 
 

@@ -9,10 +9,13 @@ Imports neither torch nor Megatron nor transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_job
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import Architecture
 from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.contract import lacking
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     MISSING,
     Rotary,
@@ -44,9 +47,14 @@ _REPLACED = (
     "rope_theta",
     "torch_dtype",
     "transformers_version",
+    "use_index_cache",
     *INDEXER.values(),
 )
 """Keys of a reference configuration that are dropped: they refer to code, or conflict with written keys."""
+_EQUIVALENT = ("architectures", "head_dim", "rope_parameters")
+"""Keys that may be written in another form."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys with the ids of special tokens."""
 _NEEDED = ("norm_epsilon", "rotary_base", "rotary_scaling_factor", "moe_layer_freq")
 
 
@@ -58,6 +66,7 @@ def config_of(
     vocabulary: int | None = None,
     dtype: str = "bfloat16",
     like: Mapping[str, Any] | None = None,
+    tokens: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the configuration of the model that a job trains.
 
@@ -69,6 +78,7 @@ def config_of(
         dtype: torch's name of the weights' dtype.
         like: configuration of the model that training started from, for values unknown to Megatron: special
             token ids, longest context.
+        tokens: ids of special tokens, for a model without ``like``.
 
     Raises:
         SettingsError: the configuration has no key for a property of the model.
@@ -88,11 +98,14 @@ def config_of(
             f"{who}: the checkpoint has a vocabulary of {unpadded}, and the model that it is to be like has "
             f"{vocabulary}; name the model that it was trained from, or none"
         )
-    described = {key: value for key, value in (like or {}).items() if key not in _REPLACED}
+    # Null where no tokenizer is known: transformers would take tokens 0 and 1, and engines end at token 1.
+    described: dict[str, Any] = {**dict.fromkeys(TOKENS), **tokens} if like is None else {}
+    described |= {key: value for key, value in (like or {}).items() if key not in _REPLACED}
     described |= {
         "architectures": [architecture.class_name],
         "model_type": architecture.types[0],
         "dtype": dtype,
+        "torch_dtype": dtype,
         **{theirs: value_of(args, ours) for ours, theirs in architecture.sizes.items()},
         **{key: allowed[0] for key, allowed in architecture.only.items()},
         "vocab_size": vocabulary or _rows(args),
@@ -104,6 +117,8 @@ def config_of(
         **_routing(args),
         **_rope(args, release, described),
     }
+    for key, parts in architecture.sums.items():
+        described[key] = sum(described[part] for part in parts)
     layers = layers_with_experts(args)
     assert isinstance(layers, list)
     described["first_k_dense_replace"] = next(
@@ -113,11 +128,10 @@ def config_of(
         described["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in layers]
     if uses_dsa(args):
         described |= {theirs: value_of(args, ours) for ours, theirs in INDEXER.items()}
-    if "indexer_types" in architecture.lists:
-        described |= _selections(args, described["num_hidden_layers"])
+        described |= _selections(args, architecture, like or {})
     # Check by converting back: a property without a key shows up as a mismatch.
     where = f"{who}: the trained model as {architecture.types[0]}"
-    problems = mismatches(arguments_of(described, where), args, release)
+    problems = [*mismatches(arguments_of(described, where), args, release), *lacking(described)]
     if problems:
         raise SettingsError(
             f"{where} would be another, since its configuration has no place for what it is here: "
@@ -171,17 +185,57 @@ def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
     # The reference model's length has priority.
     longest = like.get("max_position_embeddings", longest)
     length = {} if longest in (None, MISSING) else {"max_position_embeddings": longest}
-    return {"rope_parameters": rope, **length}
+    # Programs of transformers 4 read these two keys, and transformers 5 before the first one.
+    scaling = {"type": rope["rope_type"], **{key: rope[key] for key in rope if key != "rope_theta"}}
+    older = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+    }
+    return {"rope_parameters": rope, **older, **length}
 
 
-def _selections(args: Any, layers: int) -> dict[str, Any]:
-    """Return the layers that select keys, as a list and, if there is one, as a rule."""
-    sharing = Sharing.of(args)
-    types = ["full" if sharing.computes(layer) else "shared" for layer in range(1, layers + 1)]
-    selections: dict[str, Any] = {"indexer_types": types}
+def _selections(args: Any, architecture: Architecture, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the indexers' rotation, and the layers that select keys in all forms that readers know."""
+    sharing, layers = Sharing.of(args), value_of(args, "num_layers")
+    letters = "".join("F" if sharing.computes(layer) else "S" for layer in range(1, layers + 1))
+    selections: dict[str, Any] = {
+        "indexer_rope_interleave": bool(getattr(args, "dsa_indexer_rope_interleaved", False))
+    }
+    if "indexer_types" in architecture.lists:
+        selections["indexer_types"] = ["shared" if letter == "S" else "full" for letter in letters]
+    if "S" in letters:
+        # Engines disagree on offsets, and read a pattern first; vLLM's DeepSeek-V3.2 needs the switch.
+        selections |= {"use_index_cache": True, "index_topk_pattern": letters}
     if not sharing.pattern and sharing.frequency > 1:
         selections["index_topk_freq"] = sharing.frequency
         selections["index_skip_topk_offset"] = max(sharing.offset, 1)
+    # Megatron has no iteration over a single layer of multi-token prediction, and no argument for it.
+    iterated = "index_share_for_mtp_iteration"
     if sharing.mtp_shares:
-        selections["index_share_for_mtp_iteration"] = True
+        selections[iterated] = True
+    elif iterated in like and (prediction_layers(args) or 0) <= 1:
+        selections[iterated] = like[iterated]
     return selections
+
+
+def notes(described: Mapping[str, Any], like: Mapping[str, Any] | None, args: Any) -> list[str]:
+    """Return sentences on a written configuration: unknown tokens, keys that contradict the reference.
+
+    Args:
+        described: written configuration.
+        like: configuration of the model that training started from.
+        args: Megatron-LM's namespace.
+    """
+    if like is None:
+        if any(described[key] is not None for key in TOKENS):
+            return []
+        return [f"config.json has no {', '.join(TOKENS)}: no tokenizer is known; name the model with --like"]
+    said = [
+        f"config.json has {key} {described[key]!r}, and the model that it is like {value!r}"
+        for key, value in like.items()
+        if key in described and key not in (*_REPLACED, *_EQUIVALENT) and described[key] != value
+    ]
+    longest, kept = value_of(args, "max_position_embeddings"), described.get("max_position_embeddings")
+    if isinstance(longest, int) and kept is not None and longest > kept:
+        said.append(f"config.json keeps max_position_embeddings {kept}, and the job has {longest}")
+    return said

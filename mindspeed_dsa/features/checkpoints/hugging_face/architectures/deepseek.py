@@ -73,6 +73,8 @@ DEEPSEEK_V3 = Architecture(
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_router_topk": "num_experts_per_tok",
     },
+    # Some loaders take head_dim for qk_rope_head_dim.
+    sums={"qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"), "head_dim": ("qk_rope_head_dim",)},
     counts=("first_k_dense_replace", "n_shared_experts", PREDICTIONS),
     defaults={
         "n_group": 8,

@@ -123,6 +123,7 @@ class Architecture:
         sizes: dict from Megatron's argument to the key with its value, a positive number.
         counts: keys with a number that may be 0 or absent.
         lists: keys with a word for each layer.
+        sums: dict from key to the keys whose sum it is.
         defaults: values of transformers' class for keys that a file may leave out.
         only: dict from key to the values that Megatron can compute; the first one is the class's default, and
             is written.
@@ -143,6 +144,7 @@ class Architecture:
     marks: Mapping[str, bool]
     counts: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     indexer: str = ""
     mindspeed_llm: str = ""
 
