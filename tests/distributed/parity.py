@@ -195,9 +195,8 @@ class Lab:
         # Layouts with the same settings share an outcome, whatever their names.
         key = repr(replace(layout, name="", flags=" ".join(layout.flags.split())))
         outcome = self._references.pop(key, None) or self.run(layout)
-        self._references[key] = (
-            outcome  # Moved to the end, so that the first entry is the least recently used one.
-        )
+        # Moved to the end, so that the first entry is the least recently used one.
+        self._references[key] = outcome
         if len(self._references) > REFERENCES:
             del self._references[next(iter(self._references))]
         return outcome

@@ -115,9 +115,8 @@ def test_operands_of_the_indexer_that_are_no_numbers_are_named_in_debug_mode(sel
         select(**operands, topk=3)
     checks.set_debug_checks(False)
     selected = select(**operands, topk=3)
-    if (
-        place == "key" and value != value
-    ):  # only the debug check finds a NaN key, because no row may select it
+    # Only the debug check finds a NaN key, because no row may select it.
+    if place == "key" and value != value:
         assert not (getattr(selected, "topk_indices", selected)[0, ROWS - 1] == 4).any()
 
 

@@ -56,10 +56,8 @@ def whole_and_runs(layout, rank, loss):
         documents = PackRows(pack, dealt, rank)
         rows, all_rows = Rows.of_pack(documents, torch.device("cpu")), pack.tokens
         runs = documents.runs()
-    assert len(runs) > 1 or layout in (
-        "one rank",
-        "zigzag",
-    )  # on the last zigzag rank both chunks are neighbours
+    # On the last zigzag rank both chunks are neighbours.
+    assert len(runs) > 1 or layout in ("one rank", "zigzag")
     results = []
     for by_runs in (False, True):
         operands, index, leaves = tensors(batch, positions)

@@ -103,9 +103,8 @@ def test_another_order_is_a_problem(folder, capsys):
 )
 def test_a_recording_is_simulated_with_what_it_took(layout, tmp_path):
     """A simulation with the recorded durations of events, messages and gaps equals the recording."""
-    took = Costs(
-        forward=2.0, p2p=0.25, between=0.125
-    )  # forward as long as backward, so a pair takes half of both
+    # Forward takes as long as backward, so a pair takes half of both.
+    took = Costs(forward=2.0, p2p=0.25, between=0.125)
     real = simulate(beside.schedule_of(layout, Megatron()), took)
     for rank, spans in enumerate(real.ranks):
         text = recorded.text(layout, {"pp": rank}, 3, list(spans))

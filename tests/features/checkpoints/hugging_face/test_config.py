@@ -28,11 +28,13 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
     """A config with only ``model_type`` gets the defaults of transformers' class."""
+    # The class writes all its fields, with their defaults.
     whole = json.loads(getattr(transformers, KINDS[kind])().to_json_string())
     table = BY_TYPE[kind]
     written = [name for name in (*table.defaults, *table.only) if name in whole]
     assert {"n_group", "rms_norm_eps", "routed_scaling_factor", "norm_topk_prob", "hidden_act"} <= {*written}
     assert {name: table.said({}, name) for name in written} == {name: whole[name] for name in written}
+    # A file without the fields that have a default here must give the same arguments.
     theirs = {name: whole[name] for name in whole if name not in {*written, "rope_parameters"}}
     assert arguments_of(theirs, WHERE) == arguments_of(whole, WHERE)
 
@@ -95,6 +97,7 @@ def test_every_argument_of_a_model():
 def test_kinds_differ_in_their_indexers():
     assert arguments("deepseek_v3")["experimental_attention_variant"] is None
     assert not [name for name in arguments("deepseek_v3") if name.startswith("dsa_")]
+    # The first kind, DeepSeek-V3, has no indexer.
     paired = {kind: arguments(kind)["dsa_indexer_rope_interleaved"] for kind in list(KINDS)[1:]}
     assert paired == {"deepseek_v32": False, "glm_moe_dsa": True}
 
@@ -120,13 +123,15 @@ def test_layers_that_select_keys_are_those_of_transformers(changed):
 @pytest.mark.parametrize("frequency", [2, 3, 4])
 @pytest.mark.parametrize("offset", ["absent", None, 0, 1, 2, 3])
 def test_offsets_are_those_of_transformers(layers, frequency, offset):
-    """Null, where transformers has a TypeError, means what SGLang reads: the default."""
+    """Null, which is a TypeError in transformers, means the default, as in SGLang."""
     file = {**config("glm_moe_dsa"), "num_hidden_layers": layers, "index_topk_freq": frequency}
+    # Lists per layer would take precedence over frequency and offset.
     for name in ("indexer_types", "mlp_layer_types", "layer_types"):
         del file[name]
     there = file | ({"index_skip_topk_offset": offset} if isinstance(offset, int) else {})
     theirs = transformers.GlmMoeDsaConfig(**there).indexer_types
     file |= {} if offset == "absent" else {"index_skip_topk_offset": offset}
+    # transformers lets the first layer share, although no layer before it selects.
     if theirs[0] == "shared":
         with pytest.raises(SettingsError, match="index_skip_topk_offset 0 layer 0 shares a selection"):
             arguments_of(file, WHERE)
@@ -151,6 +156,7 @@ def test_offsets_are_those_of_transformers(layers, frequency, offset):
 )
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_other_ways_to_write_a_pattern(kind, changed, pattern):
+    # `indexer_types` would take precedence over the other fields.
     file = {name: value for name, value in config(kind).items() if name != "indexer_types"} | changed
     found = arguments_of(file, WHERE)
     sharing = Sharing.of(SimpleNamespace(**found))
@@ -199,6 +205,7 @@ def test_a_model_in_text_config_is_read(wrapped, tmp_path):
     read = read_config(tmp_path, "me")
     assert arguments_of(read, WHERE) == arguments("deepseek_v32")
     assert read["quantization_config"] == {"quant_method": "fp8"}
+    # A model with images has a text model, too, and is refused.
     with_images = {"model_type": "kimi_k25", "vision_config": {}, "text_config": inner}
     (tmp_path / "config.json").write_text(json.dumps(with_images))
     with pytest.raises(SettingsError, match="model_type 'kimi_k25'"):
@@ -215,6 +222,7 @@ def test_an_iterated_prediction_layer_shares_where_there_are_several():
 # -- rotary embeddings --------------------------------------------------------------------------
 
 TABLE = BY_TYPE["deepseek_v32"]
+# Older files name the rope type differently, and keep theta outside.
 _OLD = {key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")}
 
 
@@ -269,6 +277,7 @@ def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
     frequencies, magnitude = theirs.ROPE_INIT_FUNCTIONS["yarn"](made)
     ours = rotary_of(file, TABLE)
     factor, length = ours["rotary_scaling_factor"], ours["original_max_position_embeddings"]
+    # 8 is the rotary dimension.
     exponents = torch.arange(0, 8, 2, dtype=torch.float32) / 8
     whole = 1.0 / ours["rotary_base"] ** exponents
     low, high = megatron._yarn_find_correction_range(
@@ -278,6 +287,7 @@ def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
     torch.testing.assert_close(whole / factor * (1 - kept) + whole * kept, frequencies)
     scales = [megatron._yarn_get_mscale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
     assert scales == [yarn_scale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
+    # Rotary embeddings are multiplied by the quotient of both scales.
     assert scales[0] / scales[1] == pytest.approx(magnitude)
     if rope["factor"]:  # transformers' attention does not derive the factor from the lengths
         assert scales[1] ** 2 == pytest.approx(theirs.yarn_apply_mscale(made.rope_parameters, 1.0))
@@ -305,6 +315,7 @@ def test_experts_are_chosen_as_transformers_does(changed):
     file = config("deepseek_v3", **changed)
     ours = arguments_of(file, WHERE)
     router = DeepseekV3TopkRouter(transformers.DeepseekV3Config(**file))
+    # A random bias, so that choice and weights have different scores.
     torch.manual_seed(1)
     bias = torch.randn(8)
     with torch.no_grad():
@@ -404,6 +415,7 @@ def test_a_folder_or_its_file_is_read(tmp_path):
     assert read_config(file, "me") == read_config(tmp_path, "me")
 
 
+# Values that JSON or a careless script may put into any field.
 ODD = ["three", "\ud800", [], [1], {}, {"a": 1}, True, -1, 1.5, float("nan"), float("inf"), None, 10**30]
 
 

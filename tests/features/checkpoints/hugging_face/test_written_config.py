@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 WHO = "mindspeed_dsa weights"
 RELEASES = ("0.12.1", "0.16.1", "0.19.0")
+# Fields that Megatron's arguments do not have, or have in another form.
 _SAID_BY_NOBODY = ("architectures", "dtype", "transformers_version", "rope_parameters")
 
 
@@ -49,13 +50,13 @@ def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
     tokens = {"bos_token_id": 0, "eos_token_id": 1}
     written = config_of(job(read, release), release, WHO, vocabulary=1000, tokens=tokens)
     again = arguments_of(written, WHERE)
-    if (
-        release == "0.12.1"
-    ):  # 0.12.1 has one argument for both context lengths, so the longest context is lost
+    # 0.12.1 has one argument for both context lengths, so the longest context is lost.
+    if release == "0.12.1":
         again.pop("max_position_embeddings"), read.pop("max_position_embeddings")
     assert again == read
     theirs = read_back(written, tmp_path)
     begun_with = config(kind, **changed)
+    # Every field of the first file has to come back.
     same = {name: value for name, value in begun_with.items() if name not in _SAID_BY_NOBODY}
     same.pop("index_topk_pattern", None)
     if release == "0.12.1":
@@ -196,6 +197,7 @@ def test_arguments_that_say_nothing_are_refused():
 
 
 def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tmp_path):
+    # Fields of the first file that no longer hold: its quantization, its code and its old names.
     like = {
         **config("deepseek_v32", rope_parameters=YARN, eos_token_id=[7, 9], max_position_embeddings=163840),
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -215,4 +217,5 @@ def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tm
     assert theirs["dtype"] == "float32"
     assert theirs["rope_parameters"]["factor"] == 40.0
     assert theirs["vocab_size"] == 1000
+    # Without the real vocabulary, Megatron's padded size is written.
     assert config_of(job(read, "0.16.1", vocab_size=None), "0.16.1", WHO)["vocab_size"] == 1024

@@ -39,6 +39,7 @@ def files_of(path: Path, **changes: object) -> None:
     edit(path, files={**json.loads((path / manifest.NAME).read_text())["files"], **changes})
 
 
+# By name: the damage, the explanation, and whether it is only found by reading contents.
 DAMAGE: dict[str, tuple[Damage, str, bool]] = {
     "truncated shard": (
         lambda path: truncate(path / "__1_0.distcp", 999),
@@ -183,6 +184,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_in_one_line(case: str, t
     assert passed in said
     assert "iter_0000002 is loaded: whole (5 files" in said
     assert "\n" not in said
+    # A step that was asked for is never replaced by another one.
     with pytest.raises(RunError) as refused:
         choose(tmp_path, step=3, contents=contents)
     assert why in str(refused.value)
@@ -200,6 +202,7 @@ def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
     state = choose(tmp_path, contents=True).state
     assert state is not None
     assert state.iteration == 3
+    # Also without the tracker, where iterations are compared.
     (tmp_path / TRACKER).unlink()
     state = choose(tmp_path).state
     assert state is not None
@@ -212,6 +215,7 @@ def test_contents_of_large_files_are_read_only_when_asked(tmp_path: Path) -> Non
     state = choose(tmp_path).state
     assert state is not None
     assert state.iteration == 3
+    # The file has its size, so only its content reveals the damage.
     with pytest.raises(RunError, match=r"no checkpoint in .* is whole .*another content"):
         choose(tmp_path, contents=True)
 
@@ -264,6 +268,7 @@ def test_what_megatron_alone_has_written_is_taken_and_said(tmp_path: Path) -> No
 def test_no_other_than_the_trackers_is_taken_unless_its_end_is_known(tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     legacy(tmp_path, 2, listed=False)
+    # Megatron writes metadata.json last.
     (checkpoint(tmp_path, 3, listed=False) / "metadata.json").unlink()
     track(tmp_path, 4)
     choice = choose(tmp_path)
@@ -272,6 +277,7 @@ def test_no_other_than_the_trackers_is_taken_unless_its_end_is_known(tmp_path: P
     assert [passed.partition(":")[0] for passed in choice.passed] == [f"iter_000000{n}" for n in (4, 3, 2)]
 
 
+# Files of a checkpoint, any of which may be deleted first.
 LOST = ["__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"]
 
 
@@ -335,6 +341,7 @@ def test_a_tracker_that_was_set_back_is_followed_while_it_can_be(tmp_path: Path)
     for gone in ("iter_0000003", "iter_0000002"):
         shutil.rmtree(tmp_path / gone)
         states.append(choose(tmp_path).state)
+    # Once the tracker's checkpoint is gone, the newest one before it is taken, then any.
     assert [state and state.iteration for state in states] == [3, 2, 4]
 
 

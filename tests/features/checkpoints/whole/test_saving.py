@@ -74,6 +74,7 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
         again.rename(job.folder / "moved")
     if before == "elsewhere":
         again.symlink_to("moved")
+    # The job is killed between two files.
     write, done = job.checkpointing.write_shard, list[str]()
 
     def killed(path: str, content: bytes) -> None:
@@ -98,6 +99,7 @@ def test_a_checkpoint_that_is_written_again_in_the_background_is_not_whole_until
     job.save(3)
     job.save(6)
     job.args.async_save = True
+    # The save is scheduled, and nothing is written yet.
     job.save(6)
     assert state_of(job.folder, 6).damage == "it was not written to its end"
     assert job.load() == "iter_0000003"
@@ -125,11 +127,13 @@ def test_files_are_on_the_disk_before_a_manifest_lists_them(
     short: list[str] = []
     rename = os.replace
 
+    # `fsync` tells which bytes of a file are on the disk.
     def fsync(descriptor: int) -> None:
         about = os.fstat(descriptor)
         synced[about.st_ino] = about.st_size
 
     def replace(old: Path, new: Path) -> None:
+        # The rename of a manifest makes the checkpoint complete.
         if Path(new).name == manifest.NAME:
             files = [Path(new).with_name(name) for name in manifest.names(Path(new).parent)]
             short.extend(each.name for each in files if synced.get(each.stat().st_ino) != each.stat().st_size)
@@ -169,6 +173,7 @@ def test_checksums_are_made_on_request_when_all_is_written(verified: Job, asynch
 
 
 def test_without_the_request_no_file_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `_sum` reads a file; any call would now fail.
     monkeypatch.delattr(manifest, "_sum")
     job.save(3)
     assert job.load() == "iter_0000003"
@@ -198,6 +203,7 @@ def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
     job.args.async_save = True
     job.save(3)
     job.save(6)
+    # The tracker follows each save, not the last one scheduled.
     for done in (3, 6):
         job.async_utils.finalize()
         assert (job.folder / TRACKER).read_text() == str(done)
@@ -251,6 +257,7 @@ def test_loading_passes_over_what_is_damaged_and_restores_the_arguments(job: Job
     assert job.load() == "iter_0000006"
     (job.folder / "iter_0000006" / "__0_1.distcp").unlink()
     assert job.load() == "iter_0000003"
+    # Loading sets `ckpt_step` for Megatron, and has to take it back.
     assert job.args.ckpt_step is None
     for content in ("", '{"foreign": 1}', "9"):
         track(job.folder, content)
@@ -270,6 +277,7 @@ def test_one_load_takes_one_checkpoint_although_another_job_saves(job: Job) -> N
     checkpoint(job.folder, 6)
     track(job.folder, 6)
     loaded.append(load(str(job.folder), job.args, sharded_state_dict=1))
+    # All calls of a load agree, although the folder has a newer checkpoint now.
     assert loaded == ["iter_0000003", "iter_0000003"]
     assert job.checkpointing.read_metadata(str(job.folder / TRACKER)) == (3, False)
     job.save(9)

@@ -152,9 +152,8 @@ def never(folder: str, fate: str, case: str) -> None:
     def act() -> None:
         if fate == "failed":
             raise ValueError("a bad batch")
-        for early in Path(folder).glob(
-            "*/rank-*.json"
-        ):  # written while a busy machine built the model without any call
+        # Written while a busy machine built the model without any call.
+        for early in Path(folder).glob("*/rank-*.json"):
             early.unlink()
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
 

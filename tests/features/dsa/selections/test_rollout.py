@@ -25,9 +25,8 @@ from tests.support.contexts import running
 TOPK = 4
 HEADER = Header(TOPK, 5, 0, (1, 2, 4))
 LENGTHS = (9, 3)
-PADDED = torch.tensor(
-    [0, 12, 16, 20], dtype=torch.int32
-)  # documents padded to multiples of four, and padding at the end
+# Documents padded to multiples of four, and padding at the end.
+PADDED = torch.tensor([0, 12, 16, 20], dtype=torch.int32)
 SHARED = {3: 2, 5: 4}
 """Dict from a layer that shares a selection to the layer that computes it."""
 

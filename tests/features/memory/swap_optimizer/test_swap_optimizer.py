@@ -15,11 +15,8 @@ from tests.support.optimizer_training import (
 
 ON = {"swap_optimizer": True}
 SWAPPED = {"voided": True, "moments on the host": 1, "optimizers": 1}
-KEPT = {
-    "voided": False,
-    "moments on the host": 1,
-    "optimizers": 1,
-}  # the model's own fp32 weights are the masters
+# The model's own fp32 weights are the masters.
+KEPT = {"voided": False, "moments on the host": 1, "optimizers": 1}
 # Megatron makes more than one bucket only with overlapped gradient reduction.
 BUCKETS = {**DISTRIBUTED, "ddp_options": {"overlap_grad_reduce": True}}
 CASES = "tests.features.memory.swap_optimizer.steps_on_host"

@@ -8,26 +8,13 @@ from tests.features.moe.balanced_experts.popular_experts import ALWAYS
 
 CASES = "tests.features.pipeline.fb_overlap.paired_steps"
 FIRST_FORWARD = [
-    *(
-        "attention",
-        "launch",
-        "launch",
-        "shared fc1",
-        "wait",
-        "wait",
-    ),  # dispatch of tokens and of probabilities
+    # Dispatch of tokens and of probabilities.
+    *("attention", "launch", "launch", "shared fc1", "wait", "wait"),
     *("experts", "launch", "shared fc2", "wait"),  # combine
 ]
 PAIR = [
-    *(
-        "launch",
-        "attention",
-        "launch",
-        "launch",
-        "shared fc2 dW",
-        "shared fc1 dW",
-        "wait",
-    ),  # reversed combine
+    # Reversed combine.
+    *("launch", "attention", "launch", "launch", "shared fc2 dW", "shared fc1 dW", "wait"),
     *("launch", "launch", "experts dW"),  # reversed dispatch
     *("shared fc1", "wait", "wait", "experts", "launch", "shared fc2"),
     *("wait", "wait", "attention dW", "wait"),
