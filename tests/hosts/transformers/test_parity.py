@@ -252,9 +252,9 @@ def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
             return model(**inputs).logits
 
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(call)
+        pending = pool.submit(call)
         assert held.wait(60)
         with torch.no_grad():
             model(tokens(2, 5), use_cache=False)  # keys by head, while the other call's are latent
         passed.set()
-        assert close(found.result(), expected)
+        assert close(pending.result(), expected)

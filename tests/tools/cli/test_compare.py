@@ -55,7 +55,7 @@ def feature():
 
 def test_both_sides_in_turn_with_medians_after_the_warm_up(compare, tmp_path):
     order = tmp_path / "order"
-    status, found, out, err = compare(
+    status, report, out, err = compare(
         "--a",
         "",
         "--b=--step-time 0.05",
@@ -68,18 +68,18 @@ def test_both_sides_in_turn_with_medians_after_the_warm_up(compare, tmp_path):
     )
     assert status == 0, err
     assert order.read_text().split() == ["A1", "B1", "A2", "B2"]
-    times = found["measured"]["step_time_s"]
+    times = report["measured"]["step_time_s"]
     assert (times["A"]["median"], times["B"]["median"]) == (0.1, 0.05)
     assert times["ratio"]["of_medians"] == 0.5
     assert times["ratio"]["within_noise"] is False
-    assert found["measured"]["tokens_per_s"]["ratio"]["of_medians"] == 2.0
-    assert found["measured"]["peak_memory_bytes"]["A"]["median"] == 6 * 2**20
-    assert found["steps"] == {"A": 6, "B": 6, "left_out_of_times": 2}
-    assert found["compared"]["lm_loss"]["first_step"] is None
-    assert "indexer_loss" not in found["compared"], "neither side has one"
+    assert report["measured"]["tokens_per_s"]["ratio"]["of_medians"] == 2.0
+    assert report["measured"]["peak_memory_bytes"]["A"]["median"] == 6 * 2**20
+    assert report["steps"] == {"A": 6, "B": 6, "left_out_of_times": 2}
+    assert report["compared"]["lm_loss"]["first_step"] is None
+    assert "indexer_loss" not in report["compared"], "neither side has one"
     assert "the first 2 step(s) of each run are warm-up" in out
     assert "loss: equal to the last bit at all 6 steps" in out
-    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(report["plot"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_loss_that_departs_is_said_with_its_step(compare):
@@ -97,44 +97,44 @@ def test_a_loss_that_departs_is_said_with_its_step(compare):
 
 
 def test_a_loss_that_is_no_number_is_said(compare):
-    status, found, out, _ = compare("--b=--nan-from 5", draws=True)
+    status, report, out, _ = compare("--b=--nan-from 5", draws=True)
     assert status == 0
-    assert found["compared"]["lm_loss"]["not_finite"] == [None, 5]
-    assert found["compared"]["lm_loss"]["last"][1] == "nan", "NaN is no JSON"
+    assert report["compared"]["lm_loss"]["not_finite"] == [None, 5]
+    assert report["compared"]["lm_loss"]["last"][1] == "nan", "NaN is no JSON"
     assert "DIFFERS from step 5 on" in out
     assert "B is not finite from step 5 on" in out
 
 
 def test_noise_is_shown_and_not_taken_for_a_difference(compare):
-    status, found, out, _ = compare("--b=--step-time 0.11", "--repeats", "2", job=(JOB, "--noise"))
+    status, report, out, _ = compare("--b=--step-time 0.11", "--repeats", "2", job=(JOB, "--noise"))
     assert status == 0
-    assert found["measured"]["step_time_s"]["ratio"]["within_noise"] is True
+    assert report["measured"]["step_time_s"]["ratio"]["within_noise"] is True
     assert "within noise" in out
     assert "(0.15 s to 0.2 s)" in out
-    noise = found["compared"]["lm_loss"]["noise"]
+    noise = report["compared"]["lm_loss"]["noise"]
     assert noise["A"]["first_step"] == noise["B"]["first_step"] == 3
     assert noise["A"]["max_abs"] == pytest.approx(1e-6)
 
 
 def test_different_initial_weights_are_said(compare):
-    status, found, out, _ = compare("--b=--weights other")
+    status, report, out, _ = compare("--b=--weights other")
     assert status == 0
-    assert found["initial_weights"]["same"] is False
+    assert report["initial_weights"]["same"] is False
     assert "NOT THE SAME, so the losses cannot be compared (1 of 1 weights differ between A1 and B1" in out
-    _, found, out, _ = compare("--b", "")
-    assert found["initial_weights"]["same"] is True
+    _, report, out, _ = compare("--b", "")
+    assert report["initial_weights"]["same"] is True
     assert "SHA-256 of all 1 parameters" in out
 
 
 def test_a_side_that_fails_is_status_1_with_its_last_words(compare, tmp_path):
     order = tmp_path / "order"
-    status, found, out, err = compare(
+    status, report, out, err = compare(
         "--b", "--fail-with 'no such thing'", "--repeats", "3", job=(JOB, "--order", str(order))
     )
     assert status == 1
     assert order.read_text().split() == ["A1", "B1"], "it stops at the first failure"
-    assert found["ok"] is False
-    assert found["runs"][1]["exit_code"] == 1
+    assert report["ok"] is False
+    assert report["runs"][1]["exit_code"] == 1
     log = tmp_path / "out" / "B1" / "stderr.txt"
     assert f"FAILED B1: ended with exit code 1; see {log}" in out
     assert "no such thing" in err
@@ -201,29 +201,29 @@ def test_records_without_times_are_compared_by_their_losses(compare, tmp_path):
         "import sys, json\nopen(sys.argv[1], 'w').write(json.dumps({'step': 1, 'lm_loss': 2.5}))\n"
     )
     job = (str(script), "{out}/m.jsonl")
-    status, found, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job, draws=True)
+    status, report, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job, draws=True)
     assert status == 0, err
-    assert found["measured"] == {}
+    assert report["measured"] == {}
     assert "1 run(s) per side" in out
     assert "loss: equal to the last bit at all 1 steps" in out
-    assert found["initial_weights"]["same"] is None
+    assert report["initial_weights"]["same"] is None
 
 
 def test_features_become_flags(compare, feature):
-    _, found, _, _ = compare("--features", "faster,better", job=("true",))
-    assert found["sides"]["A"]["flags"] == ["--no-better"]
-    assert found["sides"]["B"]["flags"] == ["--use-faster", "--better"]
-    assert shlex.split(found["runs"][0]["command"])[-2:] == ["true", "--no-better"]
+    _, report, _, _ = compare("--features", "faster,better", job=("true",))
+    assert report["sides"]["A"]["flags"] == ["--no-better"]
+    assert report["sides"]["B"]["flags"] == ["--use-faster", "--better"]
+    assert shlex.split(report["runs"][0]["command"])[-2:] == ["true", "--no-better"]
 
 
 def test_a_feature_that_was_not_on_or_not_off_is_said(compare, feature):
     echo = ("sh", "-c", f"exec {sys.executable} {JOB} --features-on better", "sh")
-    _, found, out, _ = compare("--features", "better", job=echo)
-    assert found["warnings"] == ["better was on in A1, so the sides do not match the request"]
-    _, found, _, _ = compare(
+    _, report, out, _ = compare("--features", "better", job=echo)
+    assert report["warnings"] == ["better was on in A1, so the sides do not match the request"]
+    _, report, _, _ = compare(
         "--features", "better", job=(*echo[:2], echo[2].replace(" --features-on better", ""))
     )
-    assert found["warnings"] == ["better was off in B1, so the sides do not match the request"]
+    assert report["warnings"] == ["better was off in B1, so the sides do not match the request"]
     assert "WARNING: better was on in A1" in out
 
 
@@ -281,10 +281,10 @@ def test_damaged_records_are_an_error_that_names_file_and_line(compare, tmp_path
     script.write_text(
         f"import sys\nopen(sys.argv[1], 'wb').write(b'{{\"step\": 1, \"lm_loss\": 2.5}}\\n' + {line})\n"
     )
-    status, found, _, _ = compare("--b", "", "--metrics-file", "m.jsonl", job=(str(script), "{out}/m.jsonl"))
+    status, report, _, _ = compare("--b", "", "--metrics-file", "m.jsonl", job=(str(script), "{out}/m.jsonl"))
     assert status == 1
-    assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: not a record of a step" in found["problems"][0]
-    assert "the job must write one JSON object per line" in found["problems"][0]
+    assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: not a record of a step" in report["problems"][0]
+    assert "the job must write one JSON object per line" in report["problems"][0]
 
 
 @pytest.mark.parametrize(
@@ -305,15 +305,15 @@ if folder.name == "B1":
         (folder / name).write_bytes({content})
 """
     )
-    status, found, _, _ = compare("--b", "", job=(str(script),))
+    status, report, _, _ = compare("--b", "", job=(str(script),))
     assert status == 0
     folder = tmp_path / "out" / "B1"
-    (warning,) = found["warnings"]
+    (warning,) = report["warnings"]
     assert warning.startswith(f"B1: {folder / 'mindspeed_dsa.json'} is no record of this library (")
     assert "compare again, so it is not known which features were on in it" in warning
-    assert found["initial_weights"]["same"] is None
+    assert report["initial_weights"]["same"] is None
     expected = f"not verified: {folder / 'weights' / 'weights-rank00000.json'} holds no digests of weights ("
-    assert found["initial_weights"]["how"].startswith(expected)
+    assert report["initial_weights"]["how"].startswith(expected)
 
 
 def test_what_the_example_does_by_itself_is_off_on_side_a(monkeypatch):
@@ -383,11 +383,11 @@ def test_the_example_for_real(compare, tmp_path, capsys):
 
 def test_the_last_words_are_the_jobs_and_not_its_launchers(tmp_path):
     log = tmp_path / "stderr.txt"
-    at = "1123 23:01:31.577000 28043 /env/lib/python3.11/site-packages/torch/distributed/"
+    location = "1123 23:01:31.577000 28043 /env/lib/python3.11/site-packages/torch/distributed/"
     log.write_text(
-        f"W{at}run.py:874] *****\npretrain_dsa.py: 2 processes cannot be split\n"
-        f"W{at}elastic/multiprocessing/api.py:1028] Sending process 28692 closing signal SIGTERM\n"
-        f"E{at}elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28691)\n"
+        f"W{location}run.py:874] *****\npretrain_dsa.py: 2 processes cannot be split\n"
+        f"W{location}elastic/multiprocessing/api.py:1028] Sending process 28692 closing signal SIGTERM\n"
+        f"E{location}elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28691)\n"
         "Traceback (most recent call last):\n" + "a line of the launcher's\n" * 40
     )
     assert job.last_lines(log) == ["pretrain_dsa.py: 2 processes cannot be split"]

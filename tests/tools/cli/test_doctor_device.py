@@ -98,12 +98,12 @@ def test_an_error_has_its_innermost_place():
 @pytest.mark.full
 def test_the_cpu_trains_saves_and_resumes():
     stages = doctor_device.examine("cpu")
-    assert [each["stage"] for each in stages] == [
+    assert [stage["stage"] for stage in stages] == [
         "fp32: 2 steps",
         "bf16: 2 steps",
         "bf16 with --use-fused-dsa: 2 steps",
         "bf16 with --use-fused-dsa: save",
         "bf16 with --use-fused-dsa: resume",
     ]
-    assert not [each for each in stages if "error" in each]
+    assert not [stage for stage in stages if "error" in stage]
     assert "lightning_indexer cpu" in stages[2]["operators"]

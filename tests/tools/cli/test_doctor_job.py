@@ -119,11 +119,11 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, launcher, ranks
 def test_an_error_of_the_environment_is_the_exit_status(doctor, monkeypatch):
     monkeypatch.setattr(installation, "_free", lambda folder: 2**20 if folder.name == "shm" else 2**50)
     job = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *MODEL, "--num-workers"]
-    status, found, findings = doctor(*job, "64")
+    status, by_name, findings = doctor(*job, "64")
     assert (status, findings["problems"]) == (1, [])
-    assert found["shared-memory"]["level"] == "error"
-    status, found, findings = doctor(*job, "0")
-    assert (status, found) == (0, {})
+    assert by_name["shared-memory"]["level"] == "error"
+    status, by_name, findings = doctor(*job, "0")
+    assert (status, by_name) == (0, {})
 
 
 def test_flags_are_read_with_the_defaults_of_the_job(doctor):
@@ -167,12 +167,12 @@ def test_without_torch_and_megatron_the_rest_is_printed(tmp_path):
 def test_the_script_of_mindspeed_llm(doctor, tmp_path):
     """Without an NPU, only variables that an article warns of give findings, not the script's own."""
     job = [*LAUNCH, "pretrain_gpt.py", *LLM, "--accept-mindspeed-flags", "--mindspeed-platform", "npu"]
-    _, found, _ = doctor(*job, **LLM_VARIABLES)
-    assert found == {}
-    _, found, _ = doctor(*job, HCCL_OP_EXPANSION_MODE="AIV", HCCL_BUFFSIZE="100", TASK_QUEUE_ENABLE="0")
-    assert found.keys() == {"hccl-expansion-mode", "hccl-timeouts", "hccl-buffer", "task-queue"}
-    assert "all-to-alls of experts (moe-fb-overlap)" in found["hccl-expansion-mode"]["what"]
-    assert "send 112 MB" in found["hccl-buffer"]["what"]  # 4096 rows / TP4 x 8 experts x 7168 x 2 bytes
+    _, by_name, _ = doctor(*job, **LLM_VARIABLES)
+    assert by_name == {}
+    _, by_name, _ = doctor(*job, HCCL_OP_EXPANSION_MODE="AIV", HCCL_BUFFSIZE="100", TASK_QUEUE_ENABLE="0")
+    assert by_name.keys() == {"hccl-expansion-mode", "hccl-timeouts", "hccl-buffer", "task-queue"}
+    assert "all-to-alls of experts (moe-fb-overlap)" in by_name["hccl-expansion-mode"]["what"]
+    assert "send 112 MB" in by_name["hccl-buffer"]["what"]  # 4096 rows / TP4 x 8 experts x 7168 x 2 bytes
 
 
 def test_the_size_of_deepseek(tmp_path):

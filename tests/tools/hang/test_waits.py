@@ -131,12 +131,12 @@ def live(folder: Path, rank: int, *calls: Call) -> None:
     collectives.list_group(file, group((1, 2)))
     collectives.strike_group(file, "1-2")
     written = collectives.Calls(file.with_suffix(".calls"))
-    for each in calls:
-        words = (each.source, each.destination, each.tag, each.name, each.line)
-        text = collectives.in_words("0-1", each.function, each.tensors, each.waits, *words)
-        place = written.start(int(each.source is not None), each.number, each.started, text)
-        if each.returned is not None:
-            written.end(place, each.returned, each.error)
+    for entry in calls:
+        words = (entry.source, entry.destination, entry.tag, entry.name, entry.line)
+        text = collectives.in_words("0-1", entry.function, entry.tensors, entry.waits, *words)
+        place = written.start(int(entry.source is not None), entry.number, entry.started, text)
+        if entry.returned is not None:
+            written.end(place, entry.returned, entry.error)
 
 
 def test_the_last_calls_of_a_rank_that_wrote_nothing(tmp_path, said):

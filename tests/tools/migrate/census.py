@@ -71,16 +71,23 @@ def translated() -> Translations:
 def census(translations: Translations) -> str:
     """Return the table of refused flags, the most frequent ones first."""
     counts = {
-        kind: Counter(flag for _, each in found for flag in {outcome.given.flag for outcome in each.refused})
-        for kind, found in translations.items()
+        kind: Counter(
+            flag
+            for _, translation in scripts_of_kind
+            for flag in {outcome.given.flag for outcome in translation.refused}
+        )
+        for kind, scripts_of_kind in translations.items()
     }
     whole = sum(counts.values(), Counter[str]())
-    columns = [f"{kind} ({len(found)})" for kind, found in translations.items()]
+    columns = [f"{kind} ({len(scripts_of_kind)})" for kind, scripts_of_kind in translations.items()]
     lines = [f"| refused | {' | '.join(columns)} |", "| --- " * (len(counts) + 1) + "|"]
     for flag, _ in sorted(whole.items(), key=lambda item: (-item[1], item[0])):
         row = " | ".join(str(count[flag] or "") for count in counts.values())
         lines.append(f"| `{flag}` | {row} |")
-    clean = [sum(not each.refused for _, each in found) for found in translations.values()]
+    clean = [
+        sum(not translation.refused for _, translation in scripts_of_kind)
+        for scripts_of_kind in translations.values()
+    ]
     return "\n".join([*lines, "| nothing | " + " | ".join(map(str, clean)) + " |"])
 
 

@@ -70,11 +70,11 @@ def test_other_scripts_have_a_place() -> None:
 def served(translation: Translation) -> Iterator[Given]:
     """Yield a new command's flags without refused ones, with a path where one is requested."""
     left_out = {outcome.given.flag for outcome in translation.refused} | ELSEWHERE
-    for given in translation.flags:
-        if given.flag in PATHS and len(given.values) > 1:
-            yield Given(given.flag, ("somewhere",))
-        elif given.flag not in left_out:
-            yield without_unset(given)
+    for flag in translation.flags:
+        if flag.flag in PATHS and len(flag.values) > 1:
+            yield Given(flag.flag, ("somewhere",))
+        elif flag.flag not in left_out:
+            yield without_unset(flag)
 
 
 def ranks(flags: list[Given]) -> int:
@@ -90,10 +90,10 @@ def ranks(flags: list[Given]) -> int:
 def test_megatrons_parser_takes_the_rest(translations: census.Translations) -> None:
     names, cases = [], []
     for kind, found in translations.items():
-        for name, each in found:
-            if {outcome.given.flag for outcome in each.refused} - ALONE or each.of("unknown"):
+        for name, translation in found:
+            if {outcome.given.flag for outcome in translation.refused} - ALONE or translation.of("unknown"):
                 continue
-            flags = list(served(each))
+            flags = list(served(translation))
             names.append(f"{kind}/{name}")
             cases.append((words(flags), ranks(flags)))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

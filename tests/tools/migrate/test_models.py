@@ -17,10 +17,10 @@ def translated(text: str, release: str = "0.16.1") -> Translation:
 
 
 def command(text: str, release: str = "0.16.1") -> str:
-    found = translated(text, release)
-    assert not found.refused, found.refused
-    assert not found.problems, found.problems
-    return " ".join(words(found.flags))
+    translation = translated(text, release)
+    assert not translation.refused, translation.refused
+    assert not translation.problems, translation.problems
+    return " ".join(words(translation.flags))
 
 
 # -- weights -----------------------------------------------------------------------------------
@@ -65,12 +65,12 @@ def test_folders_of_weights(old: str, new: str) -> None:
 
 
 def test_a_model_whose_weights_are_not_converted_is_refused_by_name() -> None:
-    found = translated(f"{IMPORT} --model-type-hf qwen3-moe")
-    (refused,) = found.refused
+    translation = translated(f"{IMPORT} --model-type-hf qwen3-moe")
+    (refused,) = translation.refused
     assert refused.given.flag == "--enable-hf2mg-convert"
     assert "Weights of qwen3-moe are not converted here" in refused.why
     assert "glm5 (glm_moe_dsa)" in refused.why
-    assert "--load" in words(found.flags), "nothing of it is half applied"
+    assert "--load" in words(translation.flags), "nothing of it is half applied"
     (left_out,) = translated(f"{EXPORT} --model-type-hf qwen3").of("not served")
     assert not left_out.results
 

@@ -60,7 +60,7 @@ def steps(pool: Any) -> Any:
 
 def theirs(step: dict[str, Any], line: str) -> Tensor:
     """Return MindSpeed-LLM's scores of all pairs, ``[batch, seq, seq]``, fp64, without a mask."""
-    weight = {name: each.double() for name, each in step["parameters"].items()}
+    weight = {name: tensor.double() for name, tensor in step["parameters"].items()}
     x, latent = step["x"].double(), step["latent"].double()
     if (
         "--enable-mla-absorb" in line
@@ -76,7 +76,7 @@ def theirs(step: dict[str, Any], line: str) -> Tensor:
         1e-6,  # for any --norm-epsilon
     )[:, :, None]
     in_pairs = "--apply-rope-no-in-complex" in line
-    query, key = (turned_first(each, in_pairs) for each in (query, key))
+    query, key = (turned_first(tensor, in_pairs) for tensor in (query, key))
     weights = x @ weight["linear_weights_proj.weight"].T * HEADS**-0.5 * SIZE**-0.5
     products = torch.einsum("sbhd,tbd->bsht", query, key[:, :, 0]).relu()
     return torch.einsum("bsht,sbh->bst", products, weights)

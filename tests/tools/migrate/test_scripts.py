@@ -79,12 +79,12 @@ def test_words_are_split_quoted_and_expanded_as_in_the_old_script(tmp_path):
             timeout=20,
         )
         ran[script] = (tmp_path / "out").read_text().split("\0")[:-1]
-    head, found = ran[old][:3], {str(given) for given in split(ran[old][3:])[1]}
+    head, old_flags = ran[old][:3], {str(flag) for flag in split(ran[old][3:])[1]}
     assert head == ran[new][:3] == ["--nnodes", "2", "train.py"]
     gone = {"--use-fused-rmsnorm", "--mla-mm-split", "--qk-rope-head-dim 8"}
-    made = {str(given) for given in split(ran[new][3:])[1]}
-    assert gone < found
-    assert made == found - gone | {"--qk-pos-emb-head-dim 8"}
+    made = {str(flag) for flag in split(ran[new][3:])[1]}
+    assert gone < old_flags
+    assert made == old_flags - gone | {"--qk-pos-emb-head-dim 8"}
     assert {"--data-path 0.5 /a 0.5 /b", "--out a  b", "--save /h/ckpt", "--more p q"} < made
 
 

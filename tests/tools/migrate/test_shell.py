@@ -50,9 +50,9 @@ echo done
 
 
 def test_variables_arrays_continuations_comments_and_heredocs():
-    found = started(SCRIPT)
-    assert found.script == "pretrain_gpt.py"
-    assert found.launcher == (
+    start = started(SCRIPT)
+    assert start.script == "pretrain_gpt.py"
+    assert start.launcher == (
         "torchrun",
         "--nproc_per_node",
         "$NPUS",
@@ -60,16 +60,16 @@ def test_variables_arrays_continuations_comments_and_heredocs():
         "$NODES",
         "pretrain_gpt.py",
     )
-    assert found.words == tuple(
+    assert start.words == tuple(
         "--tensor-model-parallel-size|2|--swap-optimizer|--rope|'x|y'|--data-path|a "
         "path|--lr|1e-5|--seed|$1|--world|16|"
         "--out|$(date +%F)/x".split("|")
     )
-    assert found.written[:2] == ("--tensor-model-parallel-size", "${TP}")
-    assert found.written[6:8] == ("--data-path", '"$DATA"')
-    assert SCRIPT[found.start : found.end].startswith("torchrun $LAUNCH")
-    assert SCRIPT[found.end :] == " 2>&1 | tee log.txt\necho done\n"
-    assert not found.notes
+    assert start.written[:2] == ("--tensor-model-parallel-size", "${TP}")
+    assert start.written[6:8] == ("--data-path", '"$DATA"')
+    assert SCRIPT[start.start : start.end].startswith("torchrun $LAUNCH")
+    assert SCRIPT[start.end :] == " 2>&1 | tee log.txt\necho done\n"
+    assert not start.notes
 
 
 @pytest.mark.parametrize(

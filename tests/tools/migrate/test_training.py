@@ -125,10 +125,10 @@ def release() -> Version:
 
 def stock(flags: Sequence[Given]) -> list[str]:
     """Return the same job's command line without this library's features."""
-    found = translate(flags, release())
-    ours = {each.given.flag for each in found.of("same")} | {*KERNELS.split()}
+    translation = translate(flags, release())
+    ours = {each.given.flag for each in translation.of("same")} | {*KERNELS.split()}
     fusions = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"]
-    return [*words([given for given in found.flags if given.flag not in ours]), *fusions]
+    return [*words([given for given in translation.flags if given.flag not in ours]), *fusions]
 
 
 # -- weights -----------------------------------------------------------------------------------

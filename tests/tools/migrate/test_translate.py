@@ -14,10 +14,10 @@ def translated(text, release=None):
 
 
 def command(text, release=None):
-    found = translated(text, release)
-    assert not found.refused, found.refused
-    assert not found.problems, found.problems
-    return " ".join(words(found.flags))
+    translation = translated(text, release)
+    assert not translation.refused, translation.refused
+    assert not translation.problems, translation.problems
+    return " ".join(words(translation.flags))
 
 
 INDEXER = "--enable-dsa-indexer --index-topk 1024"
@@ -328,13 +328,13 @@ def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
     text = (
         "--moe-fb-overlap --use-ascend-coc --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
     )
-    found = translated(text, "0.12.1")
-    (unserved,) = found.of("not served")
+    translation = translated(text, "0.12.1")
+    (unserved,) = translation.of("not served")
     assert unserved.given.flag == "--moe-fb-overlap"
     assert unserved.why.startswith("It needs megatron-core >=0.14")
-    assert not found.refused
-    assert "--moe-fb-overlap" not in words(found.flags)
-    assert "--use-ascend-coc" in words(found.flags)
+    assert not translation.refused
+    assert "--moe-fb-overlap" not in words(translation.flags)
+    assert "--use-ascend-coc" in words(translation.flags)
     assert "--moe-fb-overlap" in command(text, "0.16.1")
     assert command(text) == text
 
@@ -421,10 +421,10 @@ def test_words_are_written_as_a_parser_reads_them_back():
 
 
 def test_every_outcome_is_counted_once():
-    found = translated(
+    translation = translated(
         "--num-layers 2 --swap-optimizer --use-fused-rmsnorm --fix-router --mine 1 --qk-rope-head-dim 8"
     )
-    counts = found.counts()
+    counts = translation.counts()
     assert counts["flags"] == 6
     assert {
         kind: counts[kind]

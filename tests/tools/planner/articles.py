@@ -95,7 +95,7 @@ def _sparse(model: Model, length: float) -> float:
 
 
 def exchange_over_reduce_scatter(ranks: int) -> float:
-    """Return the bytes of SP-TP-SP's all-to-all over those of the reduce-scatter that it replaces."""
+    """Return the ratio of bytes of SP-TP-SP's all-to-all to the reduce-scatter that it replaces."""
     model = deepseek()
     return model.heads * model.value / ranks / model.hidden
 

@@ -78,7 +78,7 @@ def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
 def test_a_loss_in_chunks_keeps_no_logits(flags, gradient, products):
     job = deepseek(flags)
     logits = 4096 * 129_280 * 4
-    last, stock = (memory.of_job(each, 0.0)[-1] for each in (job, deepseek()))
+    last, stock = (memory.of_job(part_or_job, 0.0)[-1] for part_or_job in (job, deepseek()))
     for part in ("output", "MTP"):
         difference = stock.activations[part] - last.activations[part]
         if gradient is None:
@@ -90,7 +90,9 @@ def test_a_loss_in_chunks_keeps_no_logits(flags, gradient, products):
     if gradient is not None:
         assert last.temporary["logits"] < stock.temporary["logits"]
     (output,) = (
-        each for each in work.chunk(job, job.layout.pp - 1, job.layout.vpp - 1) if each.part == "output"
+        part_or_job
+        for part_or_job in work.chunk(job, job.layout.pp - 1, job.layout.vpp - 1)
+        if part_or_job.part == "output"
     )
     assert output.forward + output.backward == products * 2 * 129_280 * 7168 * 4096
 

@@ -62,19 +62,19 @@ def figures(made):
 )
 def test_flags_under_a_row_make_the_same_plan_again(words, devices, kind, name):
     """Printed lines, parsed as by a shell, with the sizes by name and with the model's flags."""
-    given, on = words.split(), device(**kind)
-    job = arguments.job_of(given, devices, name, any_layout=True)
-    found = search.search(job, on, best=8)
-    lines = search.text(found, given)
+    flags, on = words.split(), device(**kind)
+    job = arguments.job_of(flags, devices, name, any_layout=True)
+    results = search.search(job, on, best=8)
+    lines = search.text(results, flags)
     blocks = re.findall(r"(?:^    .*\n?)+", lines, re.MULTILINE)
-    assert len(blocks) == len(found)
-    for each, block in zip(found, blocks, strict=True):
+    assert len(blocks) == len(results)
+    for result, block in zip(results, blocks, strict=True):
         pasted = shlex.split(block.replace("\\\n", ""))
-        assert figures(plan.make(arguments.job_of(pasted, devices, name), on)) == figures(each.plan)
+        assert figures(plan.make(arguments.job_of(pasted, devices, name), on)) == figures(result.plan)
         if name:
-            model = configs.flags_of(name, set(), each.plan.job, "0.16.1")
+            model = configs.flags_of(name, set(), result.plan.job, "0.16.1")
             whole = [pasted[0], *(word for line in model for word in shlex.split(line)), *pasted[1:]]
-            assert figures(plan.make(arguments.job_of(whole, devices), on)) == figures(each.plan)
+            assert figures(plan.make(arguments.job_of(whole, devices), on)) == figures(result.plan)
     assert max(map(len, lines.splitlines())) <= 130
 
 
@@ -202,17 +202,17 @@ def test_a_nodes_host_is_a_limit(capsys):
     )
     assert roomy.fits
     assert small.verdict == plan.TOO_LARGE
-    assert roomy.node_host == 8 * max(each.host for each in roomy.ranks) > 64 * GIB
+    assert roomy.node_host == 8 * max(item.host for item in roomy.ranks) > 64 * GIB
     assert "which does NOT fit the 64 assumed" in report.text(small)
     job = example("--num-layers 8 --swap-optimizer", 8, any_layout=True)
-    found = search.search(job, device("h100"))
+    results = search.search(job, device("h100"))
     head, *rows = [
-        line for line in search.text(found, EXAMPLE.split()).splitlines() if not line.startswith(" ")
+        line for line in search.text(results, EXAMPLE.split()).splitlines() if not line.startswith(" ")
     ][1:]
     assert "host GiB" in head
     at = head.index("host GiB")
-    largest = [max(rank.host for rank in each.plan.ranks) / GIB for each in found]
-    assert [row[at:].split()[0] for row in rows[: len(found)]] == [f"{each:.1f}" for each in largest]
+    largest = [max(rank.host for rank in item.plan.ranks) / GIB for item in results]
+    assert [row[at:].split()[0] for row in rows[: len(results)]] == [f"{item:.1f}" for item in largest]
 
 
 def test_memory_is_what_devices_report():
@@ -243,14 +243,14 @@ def test_flags_that_make_it_fit_do_so_together():
 
     before = made()
     assert before.verdict == plan.TOO_LARGE
-    found = differences.ways(before, made)
-    together = found[-1]
+    ways = differences.ways(before, made)
+    together = ways[-1]
     assert together.verdict == "fits"
     assert made(together.flags.split()).fits
-    assert together.seconds < min(each.seconds for each in found[:-1] if each.verdict == "fits")
-    assert max(map(len, differences.text_of_ways(found, 512).splitlines())) <= 115
-    for each in found:
-        assert not ("--recompute-granularity" in each.flags and "--swap-attention" in each.flags), each
+    assert together.seconds < min(way.seconds for way in ways[:-1] if way.verdict == "fits")
+    assert max(map(len, differences.text_of_ways(ways, 512).splitlines())) <= 115
+    for way in ways:
+        assert not ("--recompute-granularity" in way.flags and "--swap-attention" in way.flags), way
     tiny = device("h200", memory=20.0)
     hopeless = differences.ways(before, lambda more: plan.make(made(more).job, tiny, quick=True))
     assert "plan --search" in differences.text_of_ways(hopeless, 512)
@@ -274,10 +274,10 @@ def test_a_part_has_one_colour_in_all_pictures(tmp_path, monkeypatch):
             for bars in axes.containers:
                 name = bars.get_label().removeprefix("activations: ")
                 assert colours.setdefault(name, bars[0].get_facecolor()) == bars[0].get_facecolor()
-            legend = [each.get_text() for each in axes.get_legend().get_texts()]
+            legend = [text.get_text() for text in axes.get_legend().get_texts()]
             stack = [bars.get_label() for bars in axes.containers]
             assert legend[-len(stack) :] == stack[::-1]
         titles.append(memory.get_title())
         assert titles[-1].endswith(made.verdict)
-        assert f"{made.worst.total / GIB:.1f}" in [each.get_text() for each in memory.texts]
+        assert f"{made.worst.total / GIB:.1f}" in [text.get_text() for text in memory.texts]
     assert len(set(colours.values())) == len(colours)

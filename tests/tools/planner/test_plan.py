@@ -103,13 +103,13 @@ def test_ranks_of_a_v_hold_both_ends_and_transfers_turn_on_the_last():
     words = f"{V} --pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 32"
     job = example(f"{words} --no-untie-embeddings-and-output-weights")
     assert layouts.chunks(job.layout, job.model) == [[(0, 1), (6, 7)], [(2, 3), (4, 5)]]
-    held = [sizes.by_part(each) for each in sizes.rank_weights(job)]
+    held = [sizes.by_part(item) for item in sizes.rank_weights(job)]
     assert held[0]["embedding"] == held[0]["output"] == job.model.vocabulary * job.model.hidden
     assert not {"embedding", "output"} & held[1].keys()
-    assert not any(each.group == "embedding" for own in communication.of_job(job) for each in own)
+    assert not any(item.group == "embedding" for transfers in communication.of_job(job) for item in transfers)
     message = job.tokens * job.model.hidden * job.training.number
-    for own in communication.of_job(job):
-        received = sum(each.nbytes for each in own if each.group == "PP")
+    for transfers in communication.of_job(job):
+        received = sum(item.nbytes for item in transfers if item.group == "PP")
         assert received == 2 * job.microbatches * message
     first, last = memory.of_job(job, 0.0)
     assert first.temporary["logits"] > 0
@@ -122,10 +122,10 @@ def test_waiting_gradients_fill_the_bubble_and_take_their_operands():
         planned(example(f"{local} {more}"))
         for more in ("", "--split-backward --split-backward-waiting 0", "--split-backward")
     )
-    waits = [each.time.parts["waiting in the pipeline"] for each in (whole, bounded, split)]
+    waits = [plan_.time.parts["waiting in the pipeline"] for plan_ in (whole, bounded, split)]
     assert waits[0] > waits[1] > waits[2]
-    assert [each.waiting for each in split.ranks] == [(0,), (1,), (2,), (3,)]
-    assert [each.waiting for each in bounded.ranks] == [(0,)] * 4
+    assert [plan_.waiting for plan_ in split.ranks] == [(0,), (1,), (2,), (3,)]
+    assert [plan_.waiting for plan_ in bounded.ranks] == [(0,)] * 4
     grown = [after.kept - before.kept for before, after in zip(whole.ranks, split.ranks, strict=True)]
     assert grown[0] == 0
     assert grown[3] == pytest.approx(split.ranks[3].activations["waiting weight gradients"])
@@ -164,10 +164,10 @@ def test_megatrons_flag_is_planned_as_what_serves_it():
 def test_a_search_of_dualpipev_finds_layouts_in_a_v():
     words = "--schedules-method dualpipev --num-layers 10 --global-batch-size 64 --seq-length 4096"
     job = example(words, 8, any_layout=True)
-    found = [each.layout for each in search.candidates(job, device("cpu"))]
-    assert {layout.v_shaped for layout in found} == {True}
-    assert {layout.pp for layout in found} == {2, 4}
-    assert {len(layout.stages) for layout in found} == {4, 8}  # ten layers divide into neither
+    candidates = [each.layout for each in search.candidates(job, device("cpu"))]
+    assert {layout.v_shaped for layout in candidates} == {True}
+    assert {layout.pp for layout in candidates} == {2, 4}
+    assert {len(layout.stages) for layout in candidates} == {4, 8}  # ten layers divide into neither
     assert search.search(job, device("cpu"), best=1)[0].plan.job.layout.v_shaped
 
 
@@ -199,11 +199,11 @@ def test_every_layer_is_held_once_in_megatrons_order():
 def test_optimizer_features_take_their_bytes_away(flag, bytes_a_parameter):
     job = deepseek()
     layout = job.layout
-    before, after = (memory.of_job(each, 0.0)[1] for each in (job, deepseek(flag)))
+    before, after = (memory.of_job(item, 0.0)[1] for item in (job, deepseek(flag)))
     weights = sizes.rank_weights(job)[1]
     share = sum(
-        each.on_rank(layout) / (layout.expert_replicas if each.cut == "expert" else layout.replicas)
-        for each in weights
+        item.on_rank(layout) / (layout.expert_replicas if item.cut == "expert" else layout.replicas)
+        for item in weights
     )
     assert before.state - after.state == pytest.approx(bytes_a_parameter * share)
     assert after.host == pytest.approx(0 if "reuse" in flag else bytes_a_parameter * share)
@@ -239,14 +239,14 @@ def test_one_replica_gathers_nothing():
 def test_a_search_finds_the_fastest_that_fits():
     given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
     job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3, host_memory=64.0)
-    found = search.search(job, small, best=3)
-    assert [each.plan.fits for each in found] == [True, True, True]
-    times = [each.plan.time.total for each in found]
+    results = search.search(job, small, best=3)
+    assert [result.plan.fits for result in results] == [True, True, True]
+    times = [result.plan.time.total for result in results]
     assert times == sorted(times)
-    assert all(each.plan.job.layout.devices == 8 for each in found)
+    assert all(result.plan.job.layout.devices == 8 for result in results)
     roomy = search.search(job, device("cpu"), best=1)
     assert roomy[0].plan.time.total <= times[0]
-    assert "limited by" in search.text(found, EXAMPLE.split())
+    assert "limited by" in search.text(results, EXAMPLE.split())
     with pytest.raises(SettingsError, match="the closest"):
         search.search(job, device("cpu", memory=0.001))
 
@@ -278,21 +278,23 @@ def test_shards_divide_what_is_dense_and_travel_with_every_microbatch(sharding, 
         deepseek(f"--no-use-distributed-optimizer {more}") for more in ("", f"--use-torch-fsdp2 {sharding}")
     )
     weights = sizes.rank_weights(job)[1]
-    dense = sum(each.on_rank(job.layout) for each in weights if each.cut != "expert")
-    before, after = (memory.of_job(each, 0.0)[1] for each in (whole, job))
+    dense = sum(item.on_rank(job.layout) for item in weights if item.cut != "expert")
+    before, after = (memory.of_job(item, 0.0)[1] for item in (whole, job))
     # Weights of two bytes; gradients, master weights and two moments of four.
     assert before.state - after.state == pytest.approx(18 * dense * (1 - 1 / shards))
     assert after.temporary["gathered layers"] > 0
     received = communication.of_job(job)[1]
-    found = {(each.group, each.collective): each.nbytes for each in received if each.group in ("DP", "FSDP")}
+    by_collective = {
+        (item.group, item.collective): item.nbytes for item in received if item.group in ("DP", "FSDP")
+    }
     group = "DP" if shards == 32 else "FSDP"
-    gathers = sum(each.nbytes for each in received if each.group == group and each.what == "weights")
+    gathers = sum(item.nbytes for item in received if item.group == group and item.what == "weights")
     share = (shards - 1) / shards
     assert gathers == pytest.approx(job.microbatches * 2 * 2 * dense * share)
-    assert found[group, "reduce-scatter"] == pytest.approx(job.microbatches * 4 * dense * share)
+    assert by_collective[group, "reduce-scatter"] == pytest.approx(job.microbatches * 4 * dense * share)
     copies = 32 // shards
     summed = job.microbatches * 2 * 4 * dense / shards * (copies - 1) / copies
-    assert found.get(("DP", "all-reduce"), 0.0) == pytest.approx(summed)
+    assert by_collective.get(("DP", "all-reduce"), 0.0) == pytest.approx(summed)
     late = planned(replace(job, sharding=replace(job.sharding, prefetch=0)))
     assert late.time.total > planned(job).time.total
 
@@ -302,19 +304,23 @@ def test_experts_are_divided_among_the_ranks_that_have_the_same_ones(sharding, s
     """PP16, EP4 and 32 ranks of data and context parallelism: every fourth rank has the same experts."""
     flags = f"--no-use-distributed-optimizer --use-torch-fsdp2 --expert-model-parallel-size 4 {sharding}"
     whole, job = (deepseek(f"{flags} {more}") for more in ("", "--fsdp2-shard-experts"))
-    experts = sum(each.on_rank(job.layout) for each in sizes.rank_weights(job)[1] if each.cut == "expert")
-    before, after = (memory.of_job(each, 0.0)[1] for each in (whole, job))
+    experts = sum(item.on_rank(job.layout) for item in sizes.rank_weights(job)[1] if item.cut == "expert")
+    before, after = (memory.of_job(item, 0.0)[1] for item in (whole, job))
     assert before.state - after.state == pytest.approx(18 * experts * (1 - 1 / shards))
     assert after.temporary["gathered layers"] > before.temporary["gathered layers"]
     received = communication.of_job(job)[1]
-    found = {(each.collective, each.when): each.nbytes for each in received if each.group in ("EDP", "EFSDP")}
+    by_collective = {
+        (item.collective, item.when): item.nbytes for item in received if item.group in ("EDP", "EFSDP")
+    }
     share = (shards - 1) / shards
     for when in ("forward", "backward"):
-        assert found["all-gather", when] == pytest.approx(job.microbatches * 2 * experts * share)
-    assert found["reduce-scatter", "backward"] == pytest.approx(job.microbatches * 4 * experts * share)
+        assert by_collective["all-gather", when] == pytest.approx(job.microbatches * 2 * experts * share)
+    assert by_collective["reduce-scatter", "backward"] == pytest.approx(
+        job.microbatches * 4 * experts * share
+    )
     summed = job.microbatches * 2 * 4 * experts / shards * (8 // shards - 1) / (8 // shards)
-    assert found.get(("all-reduce", "backward"), 0.0) == pytest.approx(summed)
-    assert ("all-reduce", "end") not in found or found["all-reduce", "end"] == 0
+    assert by_collective.get(("all-reduce", "backward"), 0.0) == pytest.approx(summed)
+    assert ("all-reduce", "end") not in by_collective or by_collective["all-reduce", "end"] == 0
     assert planned(job).time.total > planned(whole).time.total
 
 

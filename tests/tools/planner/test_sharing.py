@@ -248,10 +248,10 @@ def test_index_keys_travel_to_computing_layers_alone():
 
     def keys(planned) -> float:
         return next(
-            each.nbytes
+            transfer.nbytes
             for own in [communication.of_job(planned)[1]]
-            for each in own
-            if each.what == "keys" and each.when == "forward"
+            for transfer in own
+            if transfer.what == "keys" and transfer.when == "forward"
         )
 
     half = TOKENS // 2
@@ -260,10 +260,10 @@ def test_index_keys_travel_to_computing_layers_alone():
 
 
 def _rest(job) -> float:
-    found = [
+    key_bytes = [
         each.nbytes for each in communication.of_job(job)[1] if each.what == "keys" and each.when == "forward"
     ]
-    return sum(found[1:])
+    return sum(key_bytes[1:])
 
 
 def test_indexers_share_tensor_parallel_transfers_of_computing_layers():
@@ -282,10 +282,10 @@ def test_indexers_share_tensor_parallel_transfers_of_computing_layers():
 def test_work_of_indexers_is_that_of_computing_layers():
     shared, every = (work.model_flops(glm(more)) for more in ("", "--dsa-indexer-topk-freq 1"))
     visible = TOKENS * (TOKENS + 1) / 2
-    chosen = TOPK * TOKENS - TOPK * (TOPK - 1) / 2
+    selected_pairs = TOPK * TOKENS - TOPK * (TOPK - 1) / 2
     index = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
     forward = 2 * index * TOKENS + 2 * 32 * 128 * visible
-    backward = 2 * index * TOKENS + 3 * 2 * 32 * 128 * chosen + 2 * 64 * 576 * chosen
+    backward = 2 * index * TOKENS + 3 * 2 * 32 * 128 * selected_pairs + 2 * 64 * 576 * selected_pairs
     # The layer of multi-token prediction has its own indexer.
     assert shared["indexer"] == pytest.approx((21 + 1) * (forward + backward))
     assert every["indexer"] == pytest.approx((78 + 1) * (forward + backward))
@@ -302,18 +302,18 @@ def test_time_of_indexers_is_that_of_computing_layers():
 
 
 def test_layers_of_multi_token_prediction_share_where_they_are_told_to():
-    own, shared = (
+    separate, shared = (
         glm(f"--mtp-num-layers 3 {more}").model
         for more in ("--dsa-indexer-topk-freq 1", "--dsa-indexer-topk-freq 1 --dsa-indexer-share-for-mtp")
     )
-    assert [kind.selects for kind in own.mtp_kinds] == [True] * 3
+    assert [kind.selects for kind in separate.mtp_kinds] == [True] * 3
     assert [(kind.selects, kind.serves) for kind in shared.mtp_kinds] == [
         (True, True),
         (False, False),
         (False, False),
     ]
     index = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
-    own_mtp, shared_mtp = (sizes.by_part(sizes.model_weights(each))["MTP"] for each in (own, shared))
+    own_mtp, shared_mtp = (sizes.by_part(sizes.model_weights(each))["MTP"] for each in (separate, shared))
     assert own_mtp - shared_mtp == 2 * index
 
 
@@ -329,11 +329,15 @@ def test_a_search_walks_splits_whose_chunks_begin_with_a_computing_layer():
     job = arguments.job_of(
         f"{GLM} --global-batch-size 1024 --seq-length 4096".split(), 1024, "glm-5.2", any_layout=True
     )
-    walked = [each for each in search.candidates(job, timing.device("h200")) if each.layout.pp > 1]
-    assert {each.layout.pp for each in walked} == {2, 4, 8, 16}, "21 computing layers begin 21 chunks at most"
-    assert any(each.layout.stages for each in walked)
-    assert any(each.layout.vpp == 2 for each in walked)
-    for layout in {each.layout for each in walked}:
+    walked = [
+        candidate for candidate in search.candidates(job, timing.device("h200")) if candidate.layout.pp > 1
+    ]
+    assert {candidate.layout.pp for candidate in walked} == {2, 4, 8, 16}, (
+        "21 computing layers begin 21 chunks at most"
+    )
+    assert any(candidate.layout.stages for candidate in walked)
+    assert any(candidate.layout.vpp == 2 for candidate in walked)
+    for layout in {candidate.layout for candidate in walked}:
         starts = {chunk[0] + 1 for own in layouts.chunks(layout, job.model) for chunk in own}
         assert starts <= set(SELECTING)
 

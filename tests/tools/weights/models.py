@@ -96,7 +96,7 @@ def quantise(folder: Path, powers: torch.dtype | None = None) -> Path:
 
     Args:
         folder: model's folder.
-        powers: dtype of factors that are powers of two; in fp32 those of ``o_proj`` are not, as in V3.1.
+        powers: dtype of factors that are powers of two; in fp32 ``o_proj`` has other factors, as in V3.1.
     """
     tensors = load_file(folder / FILE)
     for name, tensor in list(tensors.items()):

@@ -193,10 +193,10 @@ def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
         "export", tmp_path / "checkpoints", tmp_path / "half", "--like", theirs, "--dtype", "bfloat16"
     )
     half = tensors_of(tmp_path / "half")
-    wide = {name for name, each in half.items() if each.dtype != torch.bfloat16}
+    wide = {name for name, tensor in half.items() if tensor.dtype != torch.bfloat16}
     assert wide == {name for name in half if name.endswith("e_score_correction_bias")}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert f"{amount(sum(each.nbytes for each in half.values()))} in 1 files" in text
+    assert f"{amount(sum(tensor.nbytes for tensor in half.values()))} in 1 files" in text
     assert "MB in 1 files" in text
 
 
