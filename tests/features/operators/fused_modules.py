@@ -44,6 +44,7 @@ def beside_stock(
         results[name] = {}
         for side, fused in (("theirs", {}), ("ours", {"fused_operators": list(operators)})):
             switch_on({**case.get("switches", {}), **fused})
+            # The groups exist already, so `start` must not make them again.
             with memory_events.counted() as counts, mock.patch.object(model, "start"):
                 result = model.run(overrides=case.get("overrides"), num_microbatches=2, **layout)
             results[name][side] = {**result, "counts": dict(counts)}
@@ -78,6 +79,7 @@ def consumers() -> dict[str, Any]:
     norm = WrappedTorchNorm(config=cfg, hidden_size=8, eps=1e-5)
     result = {"with": homes(), "norm": type(norm).__name__, "state": list(norm.state_dict())}
     result["zero centered"] = norm.weight.tolist()
+    # Megatron reduces gradients of weights with this mark over the tensor parallel group.
     result["sequence parallel"] = norm.weight.sequence_parallel
     mindspeed_dsa.disable()
     result["after"] = homes()
@@ -95,6 +97,7 @@ def experts() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     counts, results = torch.tensor([3, 0, 5, 1]), {}
     states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
+    # With a hook, experts have to run one by one.
     hooks = {"none": None, "on a linear layer": module.local_experts[1].linear_fc2}
     hooks["on an expert"] = module.local_experts[1]
     for name, hooked in {**hooks, "apart": None}.items():
@@ -165,6 +168,7 @@ def packs() -> dict[str, Any]:
     def run() -> dict[str, Tensor]:
         results = {}
         for latent in (False, True):
+            # Angles of one sequence begin anew in each document; the pack's have a row for each token.
             for of, angles_given in (("a sequence", angles[:8]), ("the pack", angles)):
                 for scale in (1.0, 1.37):
                     cfg = SimpleNamespace(

@@ -59,6 +59,7 @@ def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
     Some CPU libraries use another kernel, with another order of sums, for few rows.
     """
     ranks = dist.get_world_size()
+    # Rows per rank, times the batch of two.
     rows = case["sequence"] // ranks * 2 if "sequence" in case else 12 // ranks * 2
     noise = torch.Generator().manual_seed(7)
     dtype = getattr(torch, case.get("dtype", "float64"))
@@ -74,6 +75,7 @@ def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
+    # Four chunks are the fastest.
     times, results = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
     with mock.patch.object(tuning, "slowest", return_value=times):
         for each in runs:
@@ -189,12 +191,14 @@ def run(
     local = sequence // ranks if layer == "column" and sequence_parallel else sequence
     width = 5 if layer == "row" and input_is_parallel else 5 * ranks
     shape = [size for size in (local, batch, width) if size is not None]
+    # Without sequence parallelism, ranks get the same input unless it is split already.
     same_everywhere = not sequence_parallel and (layer == "column" or not input_is_parallel)
     module.weight.requires_grad_(not frozen)
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         if main_grad is not None:
             module.gradient_accumulation_fusion = True
+            # Not 0, as after earlier microbatches.
             module.weight.main_grad = torch.ones_like(module.weight, dtype=getattr(torch, main_grad))
             module.weight.grad_added_to_main_grad = False
             stack.enter_context(wgrad_kernels())
@@ -253,6 +257,7 @@ def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
     """
     from megatron.core.tensor_parallel import layers
 
+    # The first six arguments are fixed below.
     beyond = list(inspect.signature(getattr(layers, name)).parameters.values())[6:]
     defaults = {
         parameter.name: None if parameter.default is parameter.empty else parameter.default
@@ -284,7 +289,7 @@ def left_to_megatron(case: str) -> dict[str, int]:
     if case.startswith("experts"):
         module.explicit_expert_comm, module.skip_bias_add = True, True
     if case == "another matmul":
-
+        # A subclass with a matmul of its own, as quantization makes it.
         class Quantised(RowParallelLinear):
             def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
                 return super()._forward_impl(*args, **kwargs)

@@ -100,6 +100,7 @@ def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, 
     (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
     packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
     for context in range(layout.get("cp", 1)):  # gradients are reduced over context parallel ranks
+        # Tensor and pipeline parallel ranks have parts of one gradient.
         copies = [rank for rank in packed if rank["context"] == context]
         assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
 
@@ -205,6 +206,7 @@ def test_what_describes_no_pack_is_refused(given, message):
 
 def test_lengths_on_a_device_are_read_once(monkeypatch):
     """The host reads lengths once for all layers, and again after they change, in place or not."""
+    # On the CPU no read waits for a device, so this is pretended here.
     monkeypatch.setattr(packs, "_host_waits_for", lambda sums: True)
     reads, listed = [], packs._listed
     monkeypatch.setattr(packs, "_listed", lambda sums: reads.append(sums) or listed(sums))
@@ -214,6 +216,7 @@ def test_lengths_on_a_device_are_read_once(monkeypatch):
     for _ in range(3):
         assert PackRows.of(description, 6, group).pack.documents == ((0, 2), (2, 5))
     assert len(reads) == 1
+    # A change in place counts, too.
     sums[1] = 4
     assert PackRows.of(description, 6, group).pack.documents == ((0, 4), (4, 5))
     description.cu_seqlens_q = description.cu_seqlens_kv = torch.tensor([0, 6])
@@ -240,6 +243,7 @@ def test_padding_at_the_end_reaches_no_operator():
 
     with mock.patch.object(sparse_attention, "lightning_indexer", noting):
         out = sparse_attention.sparse_attention(Problem(operands, 6, rows), index).out
+    # 31 rows belong to documents; 8 more are padding.
     assert seen == [(31, 31)]
     assert out.shape[0] == 39
     assert out[:31].any(dim=-1).all()
@@ -259,6 +263,7 @@ def test_runs_are_neighbours_in_one_document():
             assert first == covered
             covered = end
             run = slice(first, end)
+            # Each row of a run sees one key more than the row before; padding sees none.
             seen = range(high - (end - first) + 1, high + 1) if high > low else [0] * (end - first)
             assert pack_rows.ends[run].tolist() == list(seen)
             assert set(pack_rows.starts[run].tolist()) == {low}
@@ -320,6 +325,7 @@ def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
     )
     dealt, cut = SimpleNamespace(dealt_block_rows=128), SimpleNamespace(qkv_format="thd")
     assert forward(None, packed_seq_params=cut) is cut  # without packing, the script's own cut is kept
+    # As if a microbatch were running with a pack that was dealt out.
     token = delivery._running.set(delivery._Running(Pack(((0, 8),), 8), dealt))
     try:
         assert forward(None) is dealt

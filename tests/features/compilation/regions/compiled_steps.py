@@ -67,6 +67,7 @@ def operator_by_operator(differentiated: bool = False) -> Iterator[None]:
 
     run = aot_eager if differentiated else _as_it_is
     with (
+        # Inductor needs a toolchain; its settings do not matter without it.
         mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **options: run(graph, inputs)),
         mock.patch.object(region, "inductor_settings", return_value={}),
     ):
@@ -89,6 +90,7 @@ def _steps(cfg: Any) -> dict[str, Any]:
         losses.append(loss.detach())
         counts.append(compilations())
     gradients = {name: each.grad for name, each in job.global_names(model).items() if each.grad is not None}
+    # Evaluation has graphs of its own.
     model.eval()
     with torch.no_grad():
         losses.append(job.per_token_loss(model, job.samples(2)).mean())
@@ -121,6 +123,7 @@ def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
 
     from mindspeed_dsa.features.compilation.regions import region
 
+    # Only the first line of an error belongs in the log.
     def refuse(graph: Any, inputs: Any, **options: Any) -> Any:
         raise NotImplementedError("no code for this graph\nand more about it")
 
@@ -145,6 +148,7 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
 
     asked: list[str] = []
 
+    # torch asks each set whether it works, by its truth value.
     class Instructions(str):
         def __bool__(self) -> bool:
             asked.append(str(self))

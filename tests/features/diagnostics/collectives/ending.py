@@ -57,6 +57,7 @@ def handle() -> None:
 
 def wait_for_lock() -> None:
     """Wait for a lock that is never released."""
+    # The second `acquire` never returns.
     lock = threading.Lock()
     lock.acquire()
     print("ready", flush=True)
@@ -88,6 +89,7 @@ def fork_rank(store: Path) -> None:
 def call_at_the_bottom() -> None:
     """Call a collective as the bottom frame of a thread."""
     failed: list[object] = []
+    # A failure in such a thread cannot be raised anywhere else.
     sys.unraisablehook = failed.append
     for _ in range(20):
         _thread.start_new_thread(dist.barrier, ())
@@ -121,6 +123,7 @@ def main(folder: Path, way: str) -> None:
     """
     mine, other = socket.socketpair()
     for endpoint in (mine, other):
+        # A wakeup descriptor has to be non-blocking.
         endpoint.setblocking(False)
     if way == "handled before":
         handle()
@@ -137,6 +140,7 @@ def main(folder: Path, way: str) -> None:
             folder.write_text("a file")
         dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
     elif way == "full":
+        # No file may grow, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
     elif way.startswith("handled"):

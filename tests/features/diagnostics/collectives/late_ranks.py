@@ -88,6 +88,7 @@ def train(
     """
     module, _, name = step.partition(":")
     run = cp_cases.step if "cp" in job else getattr(import_module(module), name)
+    # Waiting calls are written soon, so that the test is short.
     soon = mock.patch("mindspeed_dsa.features.diagnostics.collectives.watch._PERIOD_S", 0.1)
     with soon, late(kind, what, lambda: oversleep(Path(folder))) as slept:
         result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
@@ -108,6 +109,7 @@ def late(kind: str, what: str, act: Callable[[], None]) -> Iterator[list[str]]:
         from megatron.core import parallel_state
 
         name = str(names.current())
+        # Gradients are reduced over the group that includes context parallel ranks.
         options = {"with_context_parallel": True} if kind == "DP" else {}
         awaited = dist.get_rank() == LATE and not met and what in name
         if awaited and describe(*args, **kwargs).group is getattr(parallel_state, GROUPS[kind])(**options):

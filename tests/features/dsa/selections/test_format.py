@@ -36,6 +36,7 @@ def chosen(visible, topk, seed: int = 0) -> np.ndarray:
 
 def in_order(keys: np.ndarray) -> np.ndarray:
     last = np.iinfo(np.int32).max
+    # -1 has to stay behind all positions.
     ordered = np.sort(np.where(keys < 0, last, keys), axis=1)
     return np.where(ordered == last, -1, ordered)
 
@@ -54,7 +55,9 @@ def test_rows_come_back_in_order(visible, topk, seed):
 
 @pytest.mark.parametrize(("length", "most"), [(4096, 0.07), (32768, 0.18), (131072, 0.26)])
 def test_bytes_beside_four_for_each_key(length, most):
+    # Rows at the end of a sequence, which see the most keys.
     seen = np.arange(length - 8, length, dtype=np.int32) + 1
+    # The limit is a share of four bytes per key.
     assert len(encode(chosen(seen, 2048), seen)) <= most * 8 * 2048 * 4
 
 
@@ -95,6 +98,7 @@ def test_no_bytes_decode_to_rows_that_see_less(blob):
 def test_a_stream_without_its_end_is_refused(listed):
     seen = np.array([900, 901], np.int32)
     blob = encode(chosen(seen, listed), seen)
+    # The first four bytes are the length of the stream.
     for size in range(5, len(blob)):
         short = (size - 5).to_bytes(4, "little") + blob[4:size]
         with pytest.raises(WrongRows):
@@ -141,6 +145,7 @@ def test_a_recording_as_engines_hand_it_over(tmp_path):
 
 def test_selections_that_are_handed_over_come_back(tmp_path):
     seen = np.concatenate([np.arange(9), np.arange(14)]).astype(np.int32) + 1
+    # The documents begin at rows 0 and 9.
     array = np.stack([chosen(seen, 6, seed) for seed in range(3)], axis=1).astype(np.int64)
     path = write_recording(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
     assert path.is_file()
@@ -176,6 +181,7 @@ def test_nothing_is_left_of_selections_that_are_wrong(tmp_path, array, words):
 def test_a_file_cut_anywhere_gives_the_records_before(tmp_path):
     path = record(tmp_path / "whole").path
     data = path.read_bytes()
+    # Every seventh size is enough to end inside each part of a record.
     for size in range(len(HEADER.to_bytes()), len(data), 7):
         cut = tmp_path / f"cut-{size}"
         cut.mkdir()
@@ -190,6 +196,7 @@ def test_a_file_cut_anywhere_gives_the_records_before(tmp_path):
 def test_who_goes_on_cuts_off_half_a_record_and_later_steps(tmp_path):
     path = record(tmp_path, steps=(1, 2, 3)).path
     with path.open("ab") as file:
+        # Half a record, as a killed job leaves it.
         file.write(b"\x80\0\0\0half")
     cut_off(tmp_path, 0, 1, first_step=2)
     assert Recording.open(tmp_path).places() == [Key(1, 0, layer) for layer in HEADER.computing]
@@ -215,6 +222,7 @@ def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
 
 
 def test_nothing_is_left_of_ranks_that_a_job_in_another_layout_lacks(tmp_path):
+    # Files of five ranks; the job goes on with two.
     for rank in range(5):
         record(tmp_path, rank, steps=(1, 2, 3), seed=1000 * rank)
     for rank in range(2):

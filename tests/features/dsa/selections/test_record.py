@@ -40,6 +40,7 @@ def rows(layer: int = 1, runs=((0, LENGTH, 0, LENGTH),), batch: int = 1) -> Laye
 def selection(batch: int = 1, seed: int = 0, low: int = 0, length: int = LENGTH) -> torch.Tensor:
     random = np.random.default_rng(seed)
     out = np.full((batch, length, TOPK), -1, np.int32)
+    # Row r sees r + 1 keys.
     for sequence in out:
         for row in range(length):
             count = min(TOPK, row + 1)
@@ -72,6 +73,7 @@ def test_rows_of_documents_and_dense_ones(tmp_path):
     recorder.take(Key(1, 0, 2), rows(2, runs), Chosen(by_run, by_run=True))
     recorder.close()
     array = Recording.open(tmp_path).array(1, 0)
+    # Documents are recorded with positions of their own.
     expected = np.concatenate([selection(length=5)[0].numpy(), selection(length=3)[0].numpy()])
     assert np.array_equal(array[:, 0], expected)
     assert np.array_equal(array[:, 1], expected)
@@ -100,6 +102,7 @@ def test_shares_follow_the_keys_into_order(tmp_path):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     most = []
+    # Three selections fit, so the recorder has to wait for the disk.
     monkeypatch.setattr(recording, "_MOST_BYTES", 3 * selection().nbytes)
     recorder = a_recorder(tmp_path)
     write = recorder._write
@@ -136,6 +139,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
         print("trained", flush=True)
         {raises}
     """)
+    # torchrun tells how many restarts are left.
     launched = {"TORCHELASTIC_MAX_RESTARTS": str(max_restarts), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     done = warm.run(
         [sys.executable, "-c", script],
@@ -156,6 +160,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
 
 
 def test_whatever_ends_the_thread_training_goes_on(tmp_path, monkeypatch):
+    # One selection fits, so a dead recorder would soon block training.
     monkeypatch.setattr(recording, "_MOST_BYTES", selection().nbytes)
     recorder = a_recorder(tmp_path)
     monkeypatch.setattr(recorder, "finish", lambda: None)
@@ -194,6 +199,7 @@ def test_a_job_cuts_off_what_it_does_again_before_it_records(tmp_path):
 
 def test_tokens_may_be_overwritten_by_the_next_batch(tmp_path, monkeypatch):
     recorder, may_write = a_recorder(tmp_path), Event()
+    # Writing waits until the tokens have been overwritten.
     write = recorder._write
     monkeypatch.setattr(recorder, "_write", lambda piece: [may_write.wait(60), write(piece)])
     tokens = torch.arange(LENGTH)[None]

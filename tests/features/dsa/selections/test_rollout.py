@@ -40,6 +40,7 @@ def request(rows: int, layers: int = 5, seed: int = 0) -> np.ndarray:
             count = min(TOPK, row + 1)
             out[row, layer, :count] = random.permutation(row + 1)[:count]
     for layer, source in SHARED.items():
+        # Engines repeat a shared selection in each layer's column.
         if layer <= layers:
             out[:, layer - 1] = out[:, source - 1]
     return out
@@ -48,6 +49,7 @@ def request(rows: int, layers: int = 5, seed: int = 0) -> np.ndarray:
 def test_base64_of_an_engine():
     expected = request(8)
     encoded = base64.b64encode(expected.tobytes()).decode("ascii")
+    # An engine has no keys of the last token, which it never reads.
     assert np.array_equal(decode(encoded, 9, 5), expected)
     with pytest.raises(SelectionError, match="160 keys, which are not of 8 tokens in 7 layers"):
         decode(encoded, 9, 7)
@@ -61,6 +63,7 @@ def test_rows_are_attended_to_where_the_pack_has_them(kind):
     whole = [request(count) for count in rows]
     requests = whole
     if kind == "layers that select":
+        # Columns of the layers 1, 2 and 4.
         requests = [array[:, [0, 1, 3]] for array in whole]
     if kind == "tensors":
         requests = [torch.from_numpy(array).long() for array in whole]
@@ -155,6 +158,7 @@ def step_of_a_job(asks: bool, forward_only: bool) -> None:
 
     def handing_over(*arguments):
         keys = torch.arange(job.SEQUENCE)[:, None, None] - torch.arange(6)
+        # Each row lists itself and the five rows before it.
         hand_over(keys.clamp_min(-1).expand(2, -1, 2, -1))
         return forward_step(*arguments)
 
@@ -173,6 +177,7 @@ def step_of_a_job(asks: bool, forward_only: bool) -> None:
         return []
 
     elsewhere = (
+        # Without sources, attention asks for no keys.
         contextlib.nullcontext() if asks else mock.patch.object(core_attention, "sources_of", return_value=[])
     )
     with (

@@ -63,8 +63,10 @@ def from_equal_weights(
     before = norms(job)
     gradients = drawn_gradients if drawn else None
     records = [step(job, number, gradients=gradients) for number in range(steps)]
+    # With overlapped gathering, weights arrive later than the step.
     gather(job)
     named = {name: each for name, each in job.model.named_parameters() if is_of_a_norm(name)}
+    # An fp32 weight is its own master.
     masters = {name: getattr(each, "main_param", each).detach().clone() for name, each in named.items()}
     return {"records": records, "before": before, "weights": norms(job), "masters": masters}
 
@@ -136,6 +138,7 @@ def output_and_gradients(fused: bool, normalization: str, held: bool) -> dict[st
     layer = model.module.decoder.layers[0]
     generator = torch.Generator().manual_seed(3)
     norm = layer.mlp.linear_fc1 if held else layer.input_layernorm
+    # Fused layers hold the weight under another name.
     weight, bias = (
         (norm.layer_norm_weight, norm.layer_norm_bias) if held else (norm.weight, getattr(norm, "bias", None))
     )

@@ -64,6 +64,7 @@ def _watch(layer: Any, dropped: int | None, parts: int) -> dict[str, Any]:
 
     def wait_unless_dropped(self: OrderedStream, event: Any) -> None:
         waits.append(self)
+        # Autograd's task number is -1 outside of backward.
         in_backward = torch._C._current_graph_task_id() != -1
         beside = self is second_stream.second() and in_backward
         if beside if dropped == BACKWARD else len(waits) - 1 == dropped:
@@ -71,6 +72,7 @@ def _watch(layer: Any, dropped: int | None, parts: int) -> dict[str, Any]:
         wait(self, event)
 
     def keep_and_note(self: OrderedPlatform, tensor: torch.Tensor, stream: Any) -> None:
+        # The last dimension tells which tensor it is; the stream is the first or the second.
         kept.append((tensor.size(-1), stream is self.host))
         keep(self, tensor, stream)
 
@@ -84,6 +86,7 @@ def _watch(layer: Any, dropped: int | None, parts: int) -> dict[str, Any]:
         hidden = torch.randn(model.SEQUENCE // parts, 2, 32, generator=generator)
         output, _ = layer(hidden.requires_grad_(), attention_mask=None)
         torch.autograd.backward(output, torch.ones_like(output))
+    # Accumulators of weight gradients that autograd runs on the second stream.
     second = [node for node, stream in platform._accumulators.items() if stream is not platform.host]
     return {
         "races": platform.races,
@@ -175,6 +178,7 @@ def test_the_same_bits(pool, name):
 
 
 def test_a_wait_that_is_missing_is_a_race(pool):
+    # Each of the four waits is omitted once.
     (found,) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None, 0, 1, 2, 3])
     complete, *others = found
     assert complete["races"] == complete["freed early"] == []
@@ -208,6 +212,7 @@ def test_what_was_swapped_is_there_for_the_stream_that_reads_it(pool):
 
 
 def test_few_tokens_stay_on_the_first_stream(pool):
+    # Two sequences per microbatch.
     tokens = 2 * model.SEQUENCE
     for least, waits in ((tokens, 4), (tokens + 1, 0)):
         ((found,),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None], tokens=least)

@@ -63,6 +63,7 @@ def without_a_list() -> list[tuple[int, int]]:
 
     from mindspeed_dsa.features.platform.cpu.gloo import remember_group
 
+    # Groups are remembered by the patched function, because Megatron has no list here.
     remembering = remember_group(parallel_state.create_group, contexts.context("cpu-platform"))
     counts = []
     with (
@@ -73,6 +74,7 @@ def without_a_list() -> list[tuple[int, int]]:
             parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
             for _ in range(2):
                 parallel_state.create_group([0])  # rank 1 gets a placeholder
+            # As in releases that have no such list.
             parallel_state._global_process_group_list = None
             parallel_state.destroy_model_parallel()
             counts.append(_left())
@@ -86,6 +88,7 @@ def of_two_megatrons() -> tuple[float, list[bool]]:
     from mindspeed_dsa.features.platform.cpu.gloo import destroy_groups, remember_group
 
     first, second = (contexts.context("cpu-platform", root=root) for root in ("megatron", "corp_megatron"))
+    # One world, two Megatron packages.
     groups = [remember_group(dist.new_group, context)([0, 1]) for context in (first, second)]
     destroy_groups(lambda: None, first)()
     number = torch.ones(())
@@ -101,6 +104,7 @@ def set_up_at_different_times() -> tuple[float, float]:
 
     made = []
 
+    # The last function that Megatron calls before it returns.
     def last_step() -> None:
         time.sleep(dist.get_rank())
         made.append(time.monotonic())
@@ -123,6 +127,7 @@ def nested() -> list[Any]:
             pair, alone = state.create_group([0, 1]), state.create_group([dist.get_rank()])
             state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [alone, pair]
             state._HYBRID_DP_CP_GROUPS = {2: pair}
+            # Local variables would keep the groups alive.
             del pair, alone
             state.destroy_model_parallel()
         counts.append((*_left(), state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS, state._HYBRID_DP_CP_GROUPS))

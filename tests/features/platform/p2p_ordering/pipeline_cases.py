@@ -27,6 +27,7 @@ def platform(repaired: bool) -> Iterator[None]:
 
     manager = PatchManager()
     context = contexts.context(CPU.name)
+    # Megatron's own functions remain if the repairs are left out.
     manager.plan(
         Claim(CPU.name, patch, 0, context) for patch in CPU.patches if repaired or patch not in P2P_ORDERING
     )
@@ -43,6 +44,7 @@ def _p2p(name: str, **tensors: torch.Tensor | None) -> Any:
     from megatron.core.pipeline_parallel import p2p_communication
 
     names = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+    # With two ranks, the other one is both neighbours.
     other = 1 - dist.get_rank()
     return getattr(p2p_communication, name)(
         **{each: tensors.get(each) for each in names},
@@ -62,10 +64,12 @@ def send_then_free(repaired: bool) -> float | None:
 
     with platform(repaired):
         if dist.get_rank() == 0:
+            # The same value everywhere, so that other memory is recognised.
             activation = torch.full((_ELEMENTS,), 7.0)
             work = _p2p("_p2p_ops", tensor_send_next=activation)["send_next"]
             deallocate_output_tensor(activation, deallocate_pipeline_outputs=True)
             others = [torch.full((_ELEMENTS,), -1.0) for _ in range(4)]  # tensors of the next microbatch
+            # Rank 1 receives only after the tensor was freed.
             dist.barrier()
             work.wait()
             assert all(torch.equal(other, torch.full_like(other, -1.0)) for other in others)
@@ -149,6 +153,7 @@ def train(pipeline: int, chunks: int | None, overlap: bool, evaluate: bool = Fal
             for step in range(_STEPS):
                 optimizer.zero_grad()
                 loss = _run_schedule(model, step)
+                # Each stage has its part of the sum of squares.
                 squares = sum((p.grad.double() ** 2).sum() for p in weights.values())
                 totals = torch.stack([loss, squares])
                 dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
@@ -200,6 +205,7 @@ def _build(pipeline: int, chunks: int | None, overlap: bool) -> list[Any]:
             vp_stage=stage if chunks else None,
         )
         for name, parameter in part.named_parameters():
+            # Norm weights and biases are equal in all layouts already.
             if parameter.dim() > 1:
                 _fill(parameter, _global_name(part, name))
         model.append(part)
@@ -244,5 +250,6 @@ def _run_schedule(model: list[Any], step: int, forward_only: bool = False) -> to
         micro_batch_size=_BATCH,
         forward_only=forward_only,
     )
+    # Only the last stage has losses.
     losses = [each["loss"].double() for each in reduced]
     return torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float64)
