@@ -33,6 +33,7 @@ def install(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
     monkeypatch.setattr(features, "built_in", lambda: ())  # the fork is too small for most features
+    # Distributions are read once per process.
     features.plugins.cache_clear()
     log.forget()
     modules = {root, f"{root}_impl"}
@@ -70,6 +71,7 @@ def test_it_is_a_feature_like_others(install, source, entry, monkeypatch):
 
     (feature,) = features.all_features()
     assert feature.distribution == "corp-count 1.2"
+    # Switches of Python, of the command line and of the environment.
     for switch_on in (
         lambda: mindspeed_dsa.enable(use_counting=True),
         lambda: session.enable_from_argv(["--use-counting"]),
@@ -99,6 +101,7 @@ def test_commands_name_the_distribution(install, capsys):
 def test_entry_points_are_read_once(install):
     install("count")
     features.all_features()
+    # A later distribution is not noticed.
     install("late", GOOD.replace("counting", "late"))
     assert [feature.name for feature in features.all_features()] == ["counting"]
 

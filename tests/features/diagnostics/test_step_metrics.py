@@ -58,6 +58,7 @@ def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp
     mindspeed_dsa.enable(step_metrics_file=str(file))
     training.train(5)
     assert [record["indexer_loss"] for record in records(file)] == [0.25, 0.5, 0.75, 1.0, 1.25]
+    # Megatron's own sums run over an interval of two steps.
     assert training.LOGGED == untouched == [0.25, 0.75, 0.75, 1.75, 1.25]
 
 
@@ -102,6 +103,7 @@ def test_two_megatrons_in_one_process_are_recorded_apart(megatron, tmp_path):
             started.arm()
             sessions.append(started)
             jobs.append(import_module(f"{root}.training.training"))
+        # Both jobs run a step before either one logs.
         figures = [job.train_step(None, step) for step, job in enumerate(jobs, 1)]
         for job, samples in zip(jobs, (4, 8), strict=True):
             job.get_args().consumed_train_samples += samples

@@ -66,6 +66,7 @@ def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
 def folder(tmp_path):
     """Return a folder with two ranks' records of a step in the expected order."""
     layout = recorded.Layout(2, 1, 2, 2, False, False)
+    # 1F1B of two ranks: the last rank has no warmup.
     orders = (["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"])
     for rank, order in enumerate(orders):
         rows = [
@@ -85,6 +86,7 @@ def test_another_order_is_a_problem(folder, capsys):
     assert main(["schedule", "--beside", str(folder)]) == 0
     file = folder / "rank-00001.json"
     rows = json.loads(file.read_text())["spans"]
+    # Swaps the second and the third event.
     change(file, spans=[rows[0], rows[2], rows[1], rows[3]])
     assert main(["schedule", "--beside", str(folder)]) == 1
     assert "rank 1 ran another order than the schedule says, from its event 1 on" in capsys.readouterr().out
@@ -118,6 +120,7 @@ def test_a_recording_is_simulated_with_what_it_took(layout, tmp_path):
 def test_where_durations_differ_most(folder):
     file = folder / "rank-00000.json"
     rows = json.loads(file.read_text())["spans"]
+    # The second event takes 0.9 instead of 0.5.
     rows[1][5] = rows[1][4] + 0.9
     change(file, spans=rows)
     first = beside.compare(folder, Megatron()).differences[0]

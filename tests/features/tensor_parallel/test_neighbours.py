@@ -42,6 +42,7 @@ def lora(layer: str) -> torch.nn.Module:
     side = build(layer, torch.float64, bias=False)
     ranks = dist.get_world_size()
     down, up = noise(RANK, 5 * ranks, seed=1), noise(7 * ranks, RANK, seed=2)
+    # This rank's part of the parallel matrix.
     mine = slice(dist.get_rank() * (7 if layer == "column" else 5), None)
     if layer == "column":
         side.weight, side.output_size_per_partition = torch.nn.Parameter(up[mine][:7].clone()), 7
@@ -165,5 +166,6 @@ def recomputed() -> dict[str, Any]:
 
 def test_recomputed_layers(pool):
     for found in pool.run(f"{HERE}:recomputed", 2):
+        # Recomputation runs the forward's collectives once more.
         assert found["column"] == (True, [(2, 2), (4, 2)])
         assert found["row"] == (True, [(2, 2), (2, 4)])

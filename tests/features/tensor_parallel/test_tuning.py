@@ -43,6 +43,7 @@ def choose(problems, seconds):
         for m in problems:
             problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
             choices.append(tuning.chunks_for(problem, dist.group.WORLD, work(m), log.get()))
+    # The problems whose choice is remembered.
     kept = sorted(problem.m for problem in tuning.chosen())
     tuning.forget()
     return choices, runs, kept
@@ -63,6 +64,7 @@ def test_the_slowest_rank_decides_and_nobody_measures_twice(pool, seconds, best)
     for chosen, runs, kept in pool.run(f"{CASE}:choose", 2, problems=[64, 64], seconds=seconds):
         assert chosen == [best, best]
         assert {chunks for _, chunks in runs} == {1, 2, 4, 8}
+        # Four counts, each with a few runs.
         assert len(runs) <= 4 * 6
         assert kept == [64]
 
@@ -73,6 +75,7 @@ def test_lengths_without_end_are_not_measured_without_end(pool):
     lengths = [*range(100, 140), 100, 139]
     for chosen, runs, kept in pool.run(f"{CASE}:choose", 2, problems=lengths, seconds=seconds):
         assert chosen == [2] * len(lengths)
+        # Only the first 16 lengths are measured.
         assert {m for m, _ in runs} == set(range(100, 116))
         assert kept == list(range(100, 116)), "nothing is stored for the others"
 
@@ -110,6 +113,7 @@ def tuned_layers():
     tuning.forget()
     module = build("column", torch.float64)
     input = torch.ones(12, 2, module.weight.size(1), dtype=torch.float64, requires_grad=True)
+    # Measurements must use no random numbers of the job.
     state = torch.get_rng_state()
     with contextlib.redirect_stderr(io.StringIO()):
         module(input)
@@ -141,6 +145,7 @@ def before_and_after_ddp():
             with wgrad_kernels():
                 module(input)
             kinds.append(sorted(problem.kind for problem in tuning.chosen()))
+        # Measurements of backward must not change the buffer.
         assert not module.weight.main_grad.any()
     tuning.forget()
     return kinds
@@ -183,6 +188,7 @@ def said_by_stages(pipeline, data):
     tuning.forget()
     said = io.StringIO()
     with contextlib.redirect_stderr(said), torch.no_grad():
+        # The first use tunes, and logs its choice.
         row(torch.ones(4, 2, 4))
     tuning.forget()
     return said.getvalue().count("row forward")
@@ -198,6 +204,7 @@ def test_tuned_layers(pool):
     for found, _, _ in ranks:
         for layer in found.values():
             assert max(layer["errors"]) <= 1e-13
+            # The first use includes measurements.
             assert layer["calls"][0] >= 8 + layer["calls"][1]
     said = ranks[0][1]
     for kind in ("column forward", "column backward", "row forward", "row backward"):

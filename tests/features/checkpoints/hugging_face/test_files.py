@@ -27,6 +27,7 @@ def a_model() -> dict[str, torch.Tensor]:
     weights = {"wide": torch.randn(4, 3), "half": torch.randn(4, 3).half(), "bias": torch.randn(70)}
     weights |= {"empty": torch.zeros(0, 5), "experts": torch.randn(5, 30, 20).bfloat16()}
     weights |= {"matrix": torch.randn(300, 70).bfloat16()}
+    # Below 127, which is NaN.
     codes = torch.randint(0, 127, (200, 300), dtype=torch.uint8)
     return weights | {"fp8.weight": codes.view(FP8), "fp8.weight_scale_inv": torch.rand(2, 3) + 0.1}
 
@@ -122,6 +123,7 @@ def test_slices_into_any_tensor(folder, model, data):
     assert bits(read(files, name, begin, end, columns)) == bits(wanted)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     *others, last = wanted.shape
+    # Every second place of a larger tensor is filled; the others stay NaN.
     around = torch.full((*others, 2 * last + 1), torch.nan, dtype=dtype)
     into = around[..., 1::2]
     files.read_into(into, name, begin, columns)
@@ -167,6 +169,7 @@ def test_other_blocks(tmp_path):
     weight, factors = torch.ones(60, 60).to(FP8), torch.arange(1.0, 7.0).view(2, 3)
     save_file({"w": weight, "w_scale_inv": factors}, tmp_path / "model.safetensors")
     files = Reader(tmp_path, {"quantization_config": {"weight_block_size": [32, 20]}})
+    # Rows 31 and 32 are in different blocks.
     assert read(files, "w", 31, 33)[:, ::20].tolist() == factors.tolist()
     with pytest.raises(RunError, match=r"w_scale_inv is \[2, 3\] in torch.float32; blocks of 128 x 128"):
         Reader(tmp_path)
@@ -244,6 +247,7 @@ def test_every_problem_is_in_one_message(tmp_path):
     save(tmp_path, *shards)
     index = tmp_path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
+    # c0 and x are listed for the wrong file, and d8 for none.
     content["weight_map"] |= {"c0": "part-3.safetensors", "x": "part-3.safetensors"}
     del content["weight_map"]["d8"]
     index.write_text(json.dumps(content))
@@ -286,6 +290,7 @@ def test_a_header_that_does_not_describe_its_file(tmp_path, change):
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
+    # A header with this change, in front of the same bytes.
     change(header)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
@@ -370,6 +375,7 @@ def test_memory_is_that_of_the_slice(tmp_path):
     text = json.dumps(header).encode()
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        # A sparse file, in which only the scales are written.
         file.truncate(8 + len(text) + end)
         file.seek(-(rows * columns // 4096), 2)
         file.write(torch.ones(rows * columns // 2**14).numpy().tobytes())

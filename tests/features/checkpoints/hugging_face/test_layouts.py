@@ -37,6 +37,7 @@ DTYPES = {
 
 def codes(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
     """Return random finite numbers in FP8."""
+    # 127 is NaN; the highest bit is the sign.
     bits = torch.randint(0, 127, (rows, columns), dtype=torch.uint8)
     return (bits + 128 * torch.randint(0, 2, (rows, columns), dtype=torch.uint8)).view(FP8)
 
@@ -44,6 +45,7 @@ def codes(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
 def factors_in(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return factors as they are stored, and their values in fp32."""
     if dtype in (E8M0, torch.uint8):
+        # Exponents around 127, which stands for a factor of 1.
         exponents = torch.randint(110, 135, shape, dtype=torch.uint8)
         values = torch.exp2(exponents.float() - 127)
         return exponents if dtype == torch.uint8 else exponents.view(E8M0), values
@@ -77,6 +79,7 @@ def read(
 ) -> Tensor:
     rows, width = files.shape(name)
     first, last = columns or (0, width)
+    # NaN, so that places that are not filled show.
     out = torch.full(((rows if end is None else end) - begin, last - first), torch.nan, dtype=torch.bfloat16)
     files.read_into(out, name, begin, columns)
     return out
@@ -95,6 +98,7 @@ def test_every_name_shape_and_dtype_of_factors(tmp_path: Path, name: str, shape:
     assert files.names == {"x.weight"}
     assert files.factors_dtype("x.weight") == (E8M0 if "e8m0" in dtype else DTYPES[dtype])
     assert torch.equal(read(files), expected)
+    # A part that begins and ends inside blocks.
     assert torch.equal(read(files, begin=90, end=170, columns=(37, 290)), expected[90:170, 37:290])
     assert list(files.wrong_factors()) == []
 
@@ -107,6 +111,7 @@ def test_the_formula_of_compressed_tensors(tmp_path: Path, strategy: str) -> Non
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
     if strategy == "block":
         weights["block_structure"] = [50, 128]
+        # The last block of columns is not full.
         padded = torch.zeros(ROWS, 384).to(scale.dtype)
         padded[:, :COLUMNS] = weight.to(scale.dtype)
         blocks = padded.view(4, 50, 3, 128) * scale[:, None, :, None]
@@ -131,6 +136,7 @@ def test_names_that_end_like_factors_are_weights_without_fp8(tmp_path: Path) -> 
 def test_a_factor_of_0_belongs_to_zeros(tmp_path: Path, shape: str, sign: int) -> None:
     """Tools that divide by the largest magnitude store it for a block of zeros, positive or negative."""
     bits = codes().view(torch.uint8)
+    # The last block, row 150, or all.
     zeros = {"block": (slice(128, 200), slice(256, 300)), "row": (150,), "tensor": (...,)}[shape]
     bits[zeros] = sign
     factors = torch.rand(SHAPES[shape]) + 0.1
@@ -144,6 +150,7 @@ def test_a_factor_of_0_belongs_to_zeros(tmp_path: Path, shape: str, sign: int) -
         bits[150, 0] = 1
     files = written(tmp_path, {"x.weight": bits.view(FP8), "x.weight_scale": factors})
     place = {"block": r"\[1, 2\]", "row": r"\[150, 0\]", "tensor": r"\[0, 0\]"}[shape]
+    # Even if only row 0 is read.
     for use in (files.check_factors, lambda: read(files, end=1)):
         with pytest.raises(RunError, match=rf"x.weight_scale holds 0.0 at {place}"):
             use()
@@ -314,10 +321,12 @@ def test_numbers_that_are_not_finite_are_counted_while_they_are_read(tmp_path: P
     wide[1, 7], wide[3, -1], wide[3, 0] = torch.nan, torch.inf, -torch.inf
     large = torch.full((3, 5), 1e6)
     bits = codes().view(torch.uint8)
+    # 0x7F and 0xFF are NaN.
     bits[3, 150], bits[199, 0] = 0x7F, 0xFF
     extremes = torch.tensor([[torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).min]]).bfloat16()
     tensors = {"wide": wide, "large": large, "x.weight": bits.view(FP8), "x.scale": torch.ones(1)}
     files = written(tmp_path, tensors | {"extremes": extremes})
+    # A target whose rows are not contiguous.
     strided = torch.zeros(2**18, 4).t()
     files.read_into(strided[1:3], "wide", 1)
     assert files.non_finite == {"wide": 1}

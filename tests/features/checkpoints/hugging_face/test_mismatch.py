@@ -27,6 +27,7 @@ STRETCHED = {
 )
 def test_a_job_made_of_a_description_has_none(kind, changed, release):
     found = arguments(kind, **changed)
+    # A job that states nothing contradicts nothing.
     assert mismatches(found, job(found, release), release) == []
     assert mismatches(found, SimpleNamespace(), release) == [], "what is not said is not judged"
 
@@ -111,6 +112,7 @@ def test_a_difference_is_said_with_its_flag(here, mended):
     found = arguments("glm_moe_dsa", **SHARED, rms_norm_eps=1e-6)
     said = mismatches(found, job(found, "0.16.1", **here), "0.16.1")
     assert mended in "; ".join(said)
+    # One sentence, with one flag behind a colon.
     assert all(" here and " in sentence and sentence.count(": ") == 1 for sentence in said)
 
 
@@ -167,6 +169,7 @@ def test_a_release_that_cannot_is_named():
 def test_what_a_job_leaves_open_the_release_decides():
     read = arguments("deepseek_v32")
     names = ("dsa_indexer_rope_first", "dsa_indexer_normalised_query")
+    # The first two releases have other defaults.
     for release, count in zip(RELEASES, (2, 2, 0), strict=True):
         open_job = job(read, release, **dict.fromkeys(names))
         assert len(mismatches(read, open_job, release)) == count, release
@@ -224,6 +227,7 @@ def test_configurations_of_megatron_are_judged_as_well():
         import torch
 
         known = core.MLATransformerConfig.__dataclass_fields__
+        # This release's config may lack some of the names.
         fields = {name: value for name, value in {**read, **values}.items() if name in known}
         made = core.MLATransformerConfig(
             **fields

@@ -56,9 +56,11 @@ def check(off, on, expected, rtol):
         assert_same_gradients(after["gradients"], before["gradients"], rtol=10 * rtol)
         assert not after["failures"]
         assert after["graph_breaks"] == 0
+        # From the second microbatch on, no more graphs are compiled.
         settled = after["counts"][1]
         assert set(settled) == expected
         assert after["counts"][-1] == settled, "the shorter microbatches were compiled anew"
+        # At most one more graph, without gradients.
         assert max(after["after evaluation"].values()) <= 2
 
 
@@ -113,6 +115,7 @@ def test_generated_code_trains_the_same_and_is_kept_for_the_next_run(pool):
     (again,) = pool.run(
         f"{CASES}:train", 1, switches={**FUSED, **ON}, code=True, deterministic=True, timeout_s=900
     )
+    # Graphs come from the cache.
     assert again["cached"] >= len(expected)
     torch.testing.assert_close(again["losses"], on[0]["losses"], rtol=0, atol=0)
 
@@ -129,6 +132,7 @@ def test_without_a_compiler_it_runs_as_it_is_and_says_so_once(pool, what, messag
     (on,) = pool.run(f"{CASES}:train_and_fail", 1, switches=ON, what=what)
     assert torch.equal(off["losses"], on["losses"])
     own = [each for each in on["messages"] if message in each]
+    # Once, however many regions there are.
     assert len(own) == 1 == len(set(own))
     assert not any(on["after evaluation"].values())
 

@@ -41,6 +41,7 @@ def foreign(batch: int, lengths=(LENGTH,), seed: int = 0) -> np.ndarray:
     out = np.full((batch, sum(lengths), 2, TOPK), -1, np.int32)
     for tokens in out.reshape(batch, -1, 2, TOPK):
         for layer in range(2):
+            # Each document begins at position 0 again.
             offset = 0
             for length in lengths:
                 for row in range(length):
@@ -97,7 +98,9 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
     batch, array = 2, foreign(2)
     replayed = handed(array).choose(asked(batch))
     mask = torch.zeros(batch, LENGTH, LENGTH + 1, dtype=torch.bool)
+    # Column 1 belongs to layer 3.
     keys = torch.from_numpy(array[:, :, 1]).long()
+    # Missing keys go to an additional column, which is dropped.
     visible = mask.scatter(-1, keys.masked_fill(keys < 0, LENGTH), True)[..., :LENGTH]
     results = []
     for ours in (True, False):
@@ -113,6 +116,7 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
             out, value = result.out, result.loss
         else:
             out, value = formulas(operands, index, visible)
+        # Factors that differ per element, so that errors do not cancel out.
         ((out * torch.arange(1.0, out.numel() + 1).view_as(out).sin()).sum() + value).backward()
         results.append([out.detach(), value.detach(), *(leaf.grad for leaf in leaves)])
     for got, expected in zip(*results, strict=True):
@@ -137,6 +141,7 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
     got = replayed.of_all_rows[0].numpy()
     low = np.repeat([0, 9, 10], [9, 1, 10])[:, None]
     expected = np.sort(np.where(array[0, :, 1] >= 0, array[0, :, 1] + low, 99), axis=1)
+    # 99 stands for a missing key, behind all positions.
     assert np.array_equal(np.where(got[:20] < 0, 99, got[:20]), expected)
     assert (got[20:] == -1).all()
 
@@ -145,6 +150,7 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
     for rank in range(2):
         positions = layout.rows_of_rank(rank, LENGTH).numpy()
         half = len(positions) // 2
+        # A zigzag rank has two runs, one from each half of the sequence.
         runs = [RowRun(at, at + half, 0, int(positions[at + half - 1]) + 1) for at in (0, half)]
         rows = LayerRows(LAYER, lambda runs=runs: runs, 1, len(positions), LENGTH, TOPK)
         got = handed(whole).choose(rows).of_all_rows[0].numpy()
@@ -193,6 +199,7 @@ def test_another_topk_and_another_number_of_layers_are_named():
         handed(foreign(1)[0]).choose(asked(5))
     with pytest.raises(SelectionError, match="keys of 25 tokens were handed over, and the sequence has"):
         handed(foreign(1, (LENGTH, 1))).choose(asked(1))
+    # Rows beyond the sequence are padding without keys.
     longer = np.pad(foreign(1), ((0, 0), (0, 9), (0, 0), (0, 0)), constant_values=-1)
     assert handed(longer).choose(asked(1)).of_all_rows.shape == (1, LENGTH, TOPK)
     with pytest.raises(SelectionError, match=r"selections are torch\.float64; hand over positions"):
@@ -280,6 +287,7 @@ def test_a_damaged_record_is_a_missing_one(tmp_path, missing):
     source = recorded(tmp_path, missing=missing)
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
+    # The last byte belongs to the only record.
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     if missing == "select":
@@ -322,6 +330,7 @@ def test_a_recomputation_replays_and_does_not_record():
     with recomputing(None, Microbatch(source, Nowhere())):
         again = current().microbatch
         assert again.source is source
+        # A sink would record the rows a second time.
         assert again.sink is None
     with recomputing(None, Microbatch(None, Nowhere())):
         assert current().microbatch is None
@@ -331,6 +340,7 @@ def test_a_second_recomputation_would_select_and_is_refused():
     carrying, source = Carrying(lambda: current().microbatch.source), handed(foreign(1))
     current().microbatch = Microbatch(source)
     try:
+        # The first run, during forward.
         assert carrying() is source
     finally:
         current().microbatch = None

@@ -73,6 +73,7 @@ def found(job: Any) -> dict[str, dict[str, Any]]:
     """Return this rank's weights, moments, master weights and steps by parameter name."""
     optimizers.gather(job)
     inside = job.model.module
+    # bf16 models are wrapped once more.
     model = getattr(inside, "module", inside)
     names = {id(parameter): name for name, parameter in global_names(model).items()}
     result: dict[str, dict[str, Any]] = {"weights": {}, "moments": {}, "masters": {}, "steps": {}}
@@ -84,11 +85,13 @@ def found(job: Any) -> dict[str, dict[str, Any]]:
         for group, parameters in groups:
             for main, parameter in zip(group["params"], parameters, strict=True):
                 state, name = part.optimizer.state.get(main, {}), names[id(parameter)]
+                # A distributed optimizer has a part of the parameter, from this offset on.
                 offset = part._get_model_param_range_map(parameter)["param"].start if is_sharded(part) else 0
                 if "exp_avg" in state:
                     moments = torch.stack([state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
                     mine["moments"][name] = (offset, moments)
                     mine["steps"][name] = (0, state["step"].clone().reshape(1))
+                # A parameter that is its own master has no entry.
                 if is_sharded(part) or main is not parameter:
                     mine["masters"][name] = (offset, local_of(main.detach()).flatten().clone())
         for what, pieces in mine.items():
@@ -105,6 +108,7 @@ def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
     pieces_of: dict[str, dict[int, Tensor]] = {}
     for shards in everyone:
         for name, (at, piece) in shards.items():
+            # Parts are joined in the order of their offsets.
             pieces_of.setdefault(name, {})[at] = piece
     return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in pieces_of.items()}
 

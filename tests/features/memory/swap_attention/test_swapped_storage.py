@@ -50,6 +50,7 @@ def test_the_copy_to_the_host_keeps_memory_of_other_streams(recorded, of_any_str
         between = 2 * x
         y = between[2:].sin()
     to_host = 0
+    # The view's whole storage is copied: 8 x 8 fp32 numbers.
     assert recorded.readers == [(to_host, between.data_ptr(), 256)] * of_any_stream
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert gradient[2:].equal(2 * (2 * x[2:]).cos())
@@ -91,6 +92,7 @@ def test_another_stream_that_reads_what_has_come_back_keeps_it(recorded):
     swapped.come_back()
     back = swapped.on_device()
     assert recorded.readers == [], "the stream that it was allocated for"
+    # A stream that the storage was not allocated for.
     with recorded.use_stream(recorded.new_stream()):
         assert swapped.on_device().data_ptr() == back.data_ptr()
     assert recorded.readers == [(len(recorded.streams) - 1, back.data_ptr(), 256)]

@@ -81,6 +81,7 @@ def test_checkpoints_that_go_by_places_are_refused_by_name(tmp_path, arguments, 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space"])
 def test_optimizer_state_by_buckets_is_neither_saved_nor_loaded(kind):
     wrapped = placing.refuse_buckets(lambda *args, **kwargs: "state", context("moe-expert-placement"))
+    # Saving names the kind in metadata; loading, in an argument.
     for how in ({"metadata": {"distrib_optim_sharding_type": kind}}, {"sharding_type": kind}):
         with pytest.raises(MindSpeedDSAError, match=f"as {kind}: .*fully-reshardable"):
             wrapped(None, {}, is_loading=True, **how)
@@ -128,10 +129,12 @@ def test_auto_goes_on_from_a_report_that_a_kill_has_torn(tmp_path, caplog):
         ),
     )
     file = tmp_path / expert_load.FILE
+    # A record that a kill has cut off.
     file.write_text('{"step": 1, "layers": [{"la')
     assert placing._read(placement_context, 2) is None  # the only record is torn, so there is none
     for step in (1, 2):
         metrics.append(file, expert_load.record(step, [LayerLoad(2, 0, [9, 9, 1, 1], [[18, 2]])]))
+    # The first record is damaged and the last one cut off, so one is left.
     file.write_text(file.read_text().replace('"step": 1', '"pets": 1') + '{"step": 3, "lay')
     with caplog.at_level("INFO", logger="mindspeed_dsa"):
         assert placing._read(placement_context, 2) == Placement(4, 2, {2: [0, 2, 1, 3]})

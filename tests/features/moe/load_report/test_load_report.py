@@ -76,6 +76,7 @@ def train(
     for step in range(1, steps + 1):
         batch = model.samples(num_microbatches * SAMPLES, seed=step)
         mine = batch.view(num_microbatches, ranks, SAMPLES // ranks, -1)[:, rank]
+        # An evaluation between steps must not be counted.
         if evaluate:
             with torch.no_grad():
                 model.per_token_loss(chunks[0], mine[0])
@@ -100,6 +101,7 @@ def watch(chunk: Any, seen: dict[int, list[int]]) -> None:
 
 def _counter(number: int, seen: dict[int, list[int]]) -> Any:
     def count(router: Any, inputs: Any, output: Any) -> None:
+        # Every chosen expert has a probability that is not 0.
         tokens = (output[0] != 0).sum(dim=0).tolist()
         before = seen.get(number, [0] * len(tokens))
         seen[number] = [a + b for a, b in zip(before, tokens, strict=True)]
@@ -172,6 +174,7 @@ def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size,
 def test_recomputed_layers_count_once(pool, tmp_path):
     plain, records = report_of(pool, tmp_path / "plain", 1)
     twice, recomputed = report_of(pool, tmp_path / "recomputed", 1, overrides=FULL)
+    # Hooks see both runs of a recomputed layer; the report counts one.
     assert twice == [{layer: [2 * n for n in tokens] for layer, tokens in step.items()} for step in plain]
     assert recomputed == records
 
@@ -214,6 +217,7 @@ def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
     }
     loop = SimpleNamespace(options=load_context.options, megatron=modules.__getitem__)
     log = steps.record_after_log(training_log, loop)
+    # Scalars are due at every second step.
     assert [log({}, 1), log({}, iteration=2)] == ["logged", "logged"]
     assert {step for _, step in shown} == {2}
     assert shown["moe load/layer 2 rank imbalance", 2] == 2.0

@@ -109,6 +109,7 @@ def test_a_step_has_the_same_gradients_and_no_tensor_as_large_as_the_logits(pool
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
         assert_same_gradients(mine["gradients"], theirs["gradients"], rtol=1e-5)
         assert (theirs["calls"], mine["calls"]) == (0, 2)
+        # Elements of all logits of a microbatch, and of a chunk.
         whole, chunk = (tokens * VOCABULARY // ranks for tokens in (4 * SEQUENCE, ROWS))
         assert whole in theirs["sizes"] - mine["sizes"]
         assert chunk in mine["sizes"]
@@ -173,6 +174,7 @@ def test_what_others_read_are_logits():
     assert torch.equal((logits * 0.5).transpose(0, 1), expected.transpose(0, 1) * 0.5)
     assert torch.equal(torch.argmax(logits, dim=-1), expected.argmax(-1))
     assert torch.equal(torch.softmax(logits, dim=-1), torch.softmax(expected, -1))
+    # One computation of logits per use.
     assert layer.calls == 3
 
 
@@ -240,6 +242,7 @@ def test_arguments_without_a_problem():
     [(4096, 3072, 2, True), (4096, 3073, 2, False), (4096, 2048, 4, True), (4096, 7168, 2, False)],
 )
 def test_auto_keeps_the_gradient_where_it_takes_half_of_the_logits(tokens, hidden, number, expected):
+    # bf16 logits are kept with an fp32 copy.
     logits, gradient = tokens * (4 + (number if number < 4 else 0)), hidden * 4
     assert (gradient <= logits / 2) == expected == forms_in_forward("auto", tokens, hidden, number)
     assert forms_in_forward("forward", tokens, hidden, number)

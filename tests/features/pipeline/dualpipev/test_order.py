@@ -40,6 +40,7 @@ def trained(pool, folder, ranks, microbatches, layers, pp, only="router", **more
 
 def assert_as_many_alive_as_listed(ranks, schedule, pp):
     """Check the number of live forwards of one pipeline's ranks, before each block and at most."""
+    # Deferred weight gradients keep activations alive, so the simulation counts them.
     everything_waits = Costs(weight_activations=1.0)
     kept = figures(simulate(schedule, everything_waits), everything_waits).peak_memory
     for rank in range(pp):
@@ -134,6 +135,7 @@ def test_messages_are_let_go_when_they_have_been_used(pool, pp, layers):
         )
         for microbatches in (2 * pp + 2, 4 * pp + 4)
     )
+    # Twice as many microbatches do not raise the maximum.
     assert few == many
     assert max(many) <= 2 * pp
 
@@ -188,6 +190,7 @@ def test_an_evaluation_waits_for_nothing_once_it_runs(ranks, microbatches):
     schedule = lists.dual_pipe_v_forwards(ranks, microbatches)
     timeline = simulate(schedule, Costs())
     assert {event.kind for events in schedule.ranks for event in events} == {Kind.FORWARD}
+    # The time through all chunks, and two forwards per further microbatch.
     assert timeline.step_time == 2 * ranks + 2 * (microbatches - 1)
 
 

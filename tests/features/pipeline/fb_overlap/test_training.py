@@ -106,6 +106,7 @@ def test_losses_and_gradients(pool, tmp_path, name):
     pairs = [
         event for events in comparison.recorded.schedule.ranks for event in events if event.pair is not None
     ]
+    # A single microbatch has no other to be paired with.
     assert bool(pairs) == (microbatches > 1)
 
 
@@ -139,6 +140,7 @@ def test_no_shape_deadlocks(pool, tmp_path_factory, chunks, wider, groups, rest)
         timeout_s=120,
         switches={"moe_fb_overlap": True, "trace_schedule": str(folder), "trace_schedule_step": 1},
         overrides={"num_layers": 2 * chunks, "microbatch_group_size_per_vp_stage": group},
+        # Stock refuses a last group with fewer microbatches than ranks.
         num_microbatches=groups * group + (rest if rest >= 2 else 0),
         micro_batch_size=1,
         ep=2,

@@ -34,9 +34,8 @@ def snapshot() -> dict[str, dict[str, int]]:
 
 def test_undo_leaves_the_very_same_objects():
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
-        torch.zeros(
-            1, device="cuda"
-        ).cuda()  # torch fills caches on first use, which is not part of this test
+        # torch fills caches on first use, which is not part of this test.
+        torch.zeros(1, device="cuda").cuda()
     before = snapshot()
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
         changed = snapshot()
