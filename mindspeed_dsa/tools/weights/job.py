@@ -19,9 +19,15 @@ from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
-from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
+from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
+    MISSING,
+    before_0_14,
+    prediction_layers,
+    value_of,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
+from mindspeed_dsa.megatron.dsa import MODELS
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
@@ -29,6 +35,7 @@ from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.weights.importing import WHO, Import
 from mindspeed_dsa.tools.weights.model import release_here
 
+_SHARING = ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_topk_pattern")
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
 
@@ -54,7 +61,7 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
     described, _ = config.read_model(source, WHO)
     values = config.arguments_of(described, f"{WHO}: {source}")
     said = _said(values, flags)
-    problems = mismatch.mismatches(values, said, release_here())
+    problems = mismatch.mismatches(values, _completed(values, said), release_here())
     if (format := getattr(said, "ckpt_format", "torch_dist")) != "torch_dist":
         problems.append(
             f"--ckpt-format {format} is not written: give torch_dist, which every layout loads, or train "
@@ -98,6 +105,20 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
     if isinstance(frequency, int) and "num_layers" in values:
         said.moe_layer_freq = [int(layer % frequency == 0) for layer in range(values["num_layers"])]
     return said
+
+
+def _completed(values: Mapping[str, Any], said: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags, with the files' values for arguments without one."""
+    usual = dict(values)
+    if before_0_14(release_here()) and "original_max_position_embeddings" in values:
+        usual["max_position_embeddings"] = values["original_max_position_embeddings"]
+    usual |= MODELS.get(getattr(said, "dsa_model", None) or "", {})
+    # Megatron's default is YaRN, which is plain with a factor of 1.
+    usual.pop("rope_type", None)
+    if any(hasattr(said, name) for name in _SHARING):
+        usual = {name: value for name, value in usual.items() if name not in _SHARING}
+    given = {name: value for name, value in usual.items() if value_of(said, name) is MISSING}
+    return argparse.Namespace(**given, **vars(said))
 
 
 def _padded(vocabulary: int, said: argparse.Namespace) -> int:
