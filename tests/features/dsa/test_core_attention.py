@@ -126,6 +126,7 @@ def test_queries_in_two_parts_pass_through_megatrons_layer(pool, switches, overr
     # As on NPUs, but here the operators join the parts. Key gradients are summed in another order.
     whole = step(pool, switches, overrides)
     (ours,) = pool.run(f"{CASES}:step_in_two_parts", 1, switches=switches, overrides=overrides)
+    # Two layers, each as often as attention runs forward.
     assert ours["in two parts"] == [True] * 2 * passes
     assert ours["loss"] == whole["loss"]
     torch.testing.assert_close(ours["tracked"], whole["tracked"], rtol=0, atol=0)

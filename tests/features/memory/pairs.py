@@ -68,6 +68,7 @@ def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
         return reason(result["refused"])
     for what in ("records", "weights", "masters", "moments"):
         assert result[what] == alone[what], f"{' with '.join(pair)}: {what} differ"
+    # Both features must have run, and no other.
     for name, event in EVENTS.items():
         assert (event in result["counts"]) == (name in pair), f"{' with '.join(pair)}: {event}?"
         assert event not in alone["counts"]
@@ -76,6 +77,7 @@ def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
 
 def reason(error: str) -> str:
     """Return the sentence of a refusal without the common beginning."""
+    # The first line is the common beginning.
     (line,) = [line.strip(" -") for line in error.splitlines()[1:]]
     return re.sub(r" \(switched on by API \(.*?\)\)", "", line)
 
@@ -108,6 +110,7 @@ def main() -> None:
     """Try all pairs and write the table."""
     with WorkerPool() as pool:
         outcomes = dict(results(pool))
+    # The text around the table stays.
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     DOCS.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{after}", encoding="utf-8")

@@ -152,11 +152,13 @@ def in_one_group(ranks: list[dict[str, Any]], cp: int, tp: int) -> dict[str, Any
     """Return the loss over all context parallel ranks, and the gradients of one of them, after checking all
     equal.
     """
+    # The ranks with context parallel rank 0.
     ours = [rank for number, rank in enumerate(ranks) if number // tp % cp == 0]
     for number, rank in enumerate(ranks):
         twin = ranks[number - number // tp % cp * tp]
         for name, gradient in rank["gradients"].items():
             assert torch.equal(gradient, twin["gradients"][name]), name
+    # The losses of one tensor parallel rank on the last stage.
     losses = [rank["losses"] for number, rank in enumerate(ranks) if number % tp == 0 and rank["losses"]]
     return {
         "losses": [sum(parts) for parts in zip(*losses, strict=True)],

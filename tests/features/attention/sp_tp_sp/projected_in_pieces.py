@@ -68,6 +68,7 @@ def _run(
         perform_initialization=True,
         sequence_parallel=True,
     )
+    # Weights are equal on all ranks, heads differ.
     noise, ranks = torch.Generator().manual_seed(7), dist.get_world_size()
 
     def fill(tensor: Tensor) -> None:
@@ -89,6 +90,7 @@ def _run(
         mock.patch.multiple(pieces, MOST_PIECES=pieces_wanted, LEAST_TOKENS=1),
         torch.set_grad_enabled(graph),
     ):
+        # As under pipeline schedules that compute weight gradients later.
         with queue_gradients([layer.weight], queue) if queued else contextlib.nullcontext():
             outputs = [layer(item)[0] for item in heads]
         results: dict[str, Any] = {"forward": list(events)}
@@ -99,6 +101,7 @@ def _run(
     left = [item.gradient() for item in queue]
     if left:
         assert layer.weight.grad is None
+        # The order of additions in backward, so that sums have the same bits.
         layer.weight.grad = sum(reversed(left))
     gradients = [*(item.grad for item in heads), *(item.grad for item in layer.parameters())]
     results["values"] = [*(output.detach() for output in outputs), *gradients]

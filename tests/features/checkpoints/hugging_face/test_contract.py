@@ -51,6 +51,7 @@ def test_every_key_of_every_reader_is_written(kind: str, changed: dict[str, Any]
     assert list(lacking(found)) == []
     applying = [key for key in KEYS if not key.where or key.where in found]
     assert {"scoring_func", "topk_method", "head_dim"} <= {key.name for key in applying}
+    # Without this key, its readers are named.
     for key in applying:
         less = {name: value for name, value in found.items() if name != key.name}
         said = list(lacking(less))
@@ -78,6 +79,7 @@ def test_values_are_those_of_the_model(kind: str, changed: dict[str, Any], like:
     assert (found["head_dim"], found["qk_head_dim"]) == (theirs["head_dim"], theirs["qk_head_dim"])
     assert found["torch_dtype"] == found["dtype"] == "bfloat16"
     assert found["rope_theta"] == found["rope_parameters"]["rope_theta"]
+    # Older readers take `rope_scaling` and `rope_theta`.
     older = dict(found["rope_scaling"] or {"type": "default", "rope_type": "default"})
     assert older.pop("type") == older["rope_type"]
     assert {**older, "rope_theta": found["rope_theta"]} == found["rope_parameters"]
@@ -116,6 +118,7 @@ def test_all_readers_see_the_same_layers_share(kind: str, changed: dict[str, Any
     if any(ours):
         assert ("index_topk_freq" in found) == (not sharing.pattern)
     for reader, theirs in skipped(found).items():
+        # xLLM takes another offset than the others without a pattern.
         if reader != "xLLM" or "index_topk_pattern" in found:
             assert theirs == ours, reader
     assert arguments_of(found, WHERE) == arguments(kind, **changed)
@@ -135,6 +138,7 @@ def test_an_iteration_that_megatron_does_not_have_stays_with_the_model() -> None
     read, name = arguments("glm_moe_dsa"), "index_share_for_mtp_iteration"
     like = config("glm_moe_dsa") | {name: True}
     assert config_of(job(read, "0.16.1"), "0.16.1", WHO, vocabulary=1000, like=like)[name] is True
+    # Two layers of multi-token prediction need no iteration.
     two = arguments("glm_moe_dsa", num_nextn_predict_layers=2)
     assert name not in config_of(job(two, "0.16.1"), "0.16.1", WHO, vocabulary=1000, like=like)
 

@@ -13,6 +13,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face import fp8
 from mindspeed_dsa.runs.files import RunError
 
 CODES = torch.arange(256, dtype=torch.uint8)
+# All exponent and mantissa bits set is NaN.
 FINITE = CODES[(CODES & 0x7F) != 0x7F]
 
 
@@ -67,6 +68,7 @@ def test_slices_are_those_of_the_whole(data):
     weight, factors = every_code(rows, columns), random_factors((rows, columns), block)
     expected = formula(weight, factors, block)[top:bottom, left:right]
     for dtype in (torch.bfloat16, torch.float32):
+        # A border around the target stays NaN.
         around = torch.full((bottom - top + 2, right - left + 3), torch.nan, dtype=dtype)
         fp8.dequantise(weight[top:bottom, left:right], factors, around[1:-1, 2:-1], top, left, block)
         assert same_bits(around[1:-1, 2:-1].contiguous(), expected.to(dtype).contiguous())
@@ -91,6 +93,7 @@ def test_its_own_factors_give_back_the_bytes(block):
 def test_chosen_factors():
     """A block's largest magnitude becomes 448; torch rounds the other values to nearest even."""
     weight = torch.randn(260, 200) * torch.logspace(-20, 20, 260)[:, None]
+    # A block of zeros has a scale of 1.
     weight[128:256, :128] = 0
     quantised, factors = fp8.quantise(weight)
     assert factors.shape == (3, 2)
@@ -121,6 +124,7 @@ def test_chosen_powers_of_two_are_those_of_transformers():
     assert same_bits(quantised, expected["w.weight"])
     # As in DeepSeek-V3.1: a block that outgrows its scale gets a power of two again.
     again, grown = fp8.quantise(2 * weight, factors, powers_of_two=True)
+    # Twice the weights need twice the scales; a block of zeros keeps its scale.
     assert torch.equal(grown, torch.where(factors == 1, factors, 2 * factors))
     assert same_bits(again, quantised)
 
@@ -197,6 +201,7 @@ def test_a_factor_of_0_is_kept_with_its_zeros():
     quantised, same = fp8.quantise(weight, factors)
     assert same is factors
     assert not quantised[128:, 256:].view(torch.uint8).any()
+    # A number that a scale of 0 cannot hold.
     weight[199, 299] = -448.0
     quantised, grown = fp8.quantise(weight, factors)
     assert grown[1, 2] == 1

@@ -20,6 +20,7 @@ PLAIN = (
     "{{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %} [A]{% endif %}"
 )
+# A template that drops the thinking of all answers but the last.
 FORGETFUL = PLAIN.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.replace('[THINK]', '') }}"
 )
@@ -67,6 +68,7 @@ def test_only_answers_count():
     self = megatrons(PLAIN)
     tokens, target = mask_prompts(unmasked)(self, CHAT, True, False)
     assert list(tokens) == list(unmasked(self, CHAT, False, False)), "the model reads every token"
+    # -100 is a label without loss.
     counted = [WORDS[token] for token in target if token != -100]
     assert counted == ANSWERS
     assert all(label in (-100, token) for token, label in zip(tokens, target, strict=True))

@@ -34,6 +34,7 @@ def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
         mine: int = 9
 
     base = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init}
+    # Our fields are left out unless the caller gives them, so that the class sets them.
     unsaid = {name: value for name, value in base.items() if name not in NAMES or name in overrides}
     plain = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     return {
@@ -67,6 +68,7 @@ def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, An
         pass  # before 0.16 flags are written by hand, and a wheel has no parser
     else:
         factory = ArgumentGroupFactory(TransformerConfig)
+        # Only flags of our fields are generated.
         kept = {field.name for field in dataclasses.fields(TransformerConfig)} - {*NAMES}
         factory.exclude |= kept
         factory.build_group(parser)

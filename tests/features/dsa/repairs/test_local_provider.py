@@ -73,6 +73,7 @@ def test_full_copies_start_equal_on_all_tensor_parallel_ranks(pool, cpu_initiali
         assert left.std() == pytest.approx(ranks[0]["std"], rel=0.3), name
         assert ranks[0]["sequence parallel"][name], name
     split = "decoder.layers.0.self_attention.linear_q_up_proj.weight"
+    # Split weights differ between the ranks.
     assert not torch.equal(*(rank["weights"][split] for rank in ranks))
 
 
@@ -91,6 +92,7 @@ def assemble(shards) -> dict[str, torch.Tensor]:
     for shard in shards:
         # Layers and experts are leading dimensions of the full tensor.
         data = shard["data"][(None,) * (len(shard["shape"]) - shard["data"].ndim)]
+        # NaN and the counts show elements that no shard has.
         tensor = whole.setdefault(shard["key"], torch.full(shard["shape"], float("nan")))
         count = writers.setdefault(shard["key"], torch.zeros(shard["shape"]))
         place = tuple(

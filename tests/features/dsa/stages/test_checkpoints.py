@@ -55,6 +55,7 @@ def test_a_job_goes_through_all_stages(pool: Any, tmp_path: Path, name: str) -> 
     for found in chain:
         check(CHAIN, found)
     for stage, result in zip(CHAIN, chain[0], strict=True):
+        # The first job has no checkpoint to begin from.
         assert len(result["told"]) == (result is not chain[0][0]), stage
         assert all(f"--dsa-stage {stage}: the checkpoint is of stage" in line for line in result["told"])
 
@@ -66,6 +67,7 @@ def test_resuming_in_a_stage_is_bitwise(pool: Any, tmp_path: Path, name: str, st
     way, ranks, options = WAYS[name]
     chain = {"stages": ["warmup", stage, stage], "folder": str(tmp_path), "way": way, **options}
     resumed = pool.run(f"{CASES}:chain", ranks, **chain)
+    # Two steps and two more, without a checkpoint between.
     unbroken = pool.run(f"{CASES}:chain", ranks, **{**chain, "stages": ["warmup", stage], "steps": [2, 4]})
     for ours, expected in zip(resumed, unbroken, strict=True):
         for what in ("weights", "moments", "masters", "steps"):
@@ -104,12 +106,15 @@ def check(stages: list[str], found: list[dict[str, Any]]) -> None:
             if before:
                 assert not differing(loaded["weights"], before["weights"])
             before = end
+            # In this stage these weights are frozen.
             if stage not in (("warmup", "sparse") if indexers else ("dense", "sparse", "frozen")):
                 assert not end["moments"]
                 assert not differing(loaded["weights"], end["weights"]), "weight decay or not"
                 continue
+            # The optimizer begins without moments and steps.
             assert not any(each.any() for what in ("moments", "steps") for each in loaded[what].values())
             weights = {name: loaded["weights"][name].flatten().float() for name in loaded["masters"]}
             assert not differing(loaded["masters"], weights)
+            # Each stage has two steps.
             assert {float(step) for step in end["steps"].values()} == {2}
             assert set(differing(loaded["weights"], end["weights"])) == set(loaded["weights"])

@@ -34,6 +34,7 @@ def test_tokens_stay_and_weights_travel(pool):
     assert plan
     for rank in range(2):
         home = {2 * rank, 2 * rank + 1}
+        # Tokens that the rank keeps because the expert comes to them.
         kept = sum(stock[rank]["counts"][0][expert] for expert in plan if expert not in home)
         assert kept > 0
         assert ours[rank]["dispatched"] == [stock[rank]["dispatched"][0] - kept]
@@ -79,6 +80,7 @@ def test_one_line_says_when_experts_travel_and_none_where_they_never_do(pool):
 def test_outputs_and_gradients_are_megatrons(pool, popularity, arguments):
     _, ours = both(pool, 2, popularity=popularity, **{**EP2, **arguments})
     assert any(ours[0]["plans"])
+    # Each microbatch has a plan of its own.
     if len(popularity) > 2:
         assert len(set(ours[0]["plans"])) == len(popularity)
 
@@ -125,6 +127,7 @@ def test_nothing_moves_where_it_does_not_pay(pool):
     stock, ours = both(pool, 2, NEVER, popularity=[SKEWED], **EP2)
     for mine, theirs in zip(ours, stock, strict=True):
         assert (mine["plans"], mine["sent"]) == ([()], 0)
+        # No expert moves, so the bits are the same.
         assert_same(mine, theirs, rtol=0)
 
 

@@ -29,6 +29,7 @@ class Reads(TorchDispatchMode):
 def gradients(parameters: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(parameters)
     return [
+        # Magnitudes from 10^-3 to 10^3.
         torch.randn(1 + 7 * number, 1 + number % 5, generator=generator) * 10 ** (number % 7 - 3)
         for number in range(parameters)
     ]
@@ -62,6 +63,7 @@ def test_what_is_not_on_the_jobs_device_is_megatrons():
         return "theirs", None
 
     norm, flag = functions.norm_on_device(theirs), torch.zeros(1, dtype=torch.int32)
+    # On several devices, without gradients, or with the flag elsewhere.
     on_both = [[torch.ones(2), torch.ones(2, device="meta")]]
     on_host = [[torch.ones(2)], [torch.ones(3)]]
     assert norm(4, flag, on_both, False) == ("theirs", None)
@@ -70,6 +72,7 @@ def test_what_is_not_on_the_jobs_device_is_megatrons():
     assert left == [(4, on_both, (False,)), (4, [[]], (False,)), (4, on_host, (False,))]
     half, _ = norm(4, flag, [[torch.full((9,), 2.0, dtype=torch.bfloat16)], [torch.ones(13)]], False)
     assert half.dtype == torch.float32
+    # 9 x 2^2 + 13 = 7^2.
     assert half.tolist() == [7.0]
 
 
