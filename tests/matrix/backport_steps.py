@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers for test_backport."""
+"""Cases that run inside the worker pool for test_backport."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS = (
 def learn(
     steps: int, switches: Mapping[str, Any] | None = None, bf16: bool = False
 ) -> dict[str, list[float]]:
-    """Megatron's own optimizer on one batch, experts included."""
+    """Train on one batch with Megatron's optimizer, experts included."""
     job.start(switches)
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -69,7 +69,7 @@ def learn(
 
 
 def mtp_step() -> dict[str, Any]:
-    """Which layers report an indexer loss in a model with one MTP layer, and which indexers it trains."""
+    """Return which layers report an indexer loss with one MTP layer, and which indexers it trains."""
     job.start()
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
@@ -83,7 +83,7 @@ def mtp_step() -> dict[str, Any]:
 
 
 def overlapped(coefficient: float | None) -> dict[str, Tensor]:
-    """Gradients of one of two data parallel ranks whose reduction overlaps the backward pass."""
+    """Return gradients of one of two data parallel ranks that overlap reduction with backward."""
     job.start()
     import torch.distributed as dist
 
@@ -95,7 +95,7 @@ def overlapped(coefficient: float | None) -> dict[str, Tensor]:
 
 
 def calls(recompute: str) -> dict[str, int]:
-    """How often a step of two layers selects keys and computes the indexer loss."""
+    """Count selections and indexer loss computations in a step of two layers."""
     job.start()
     from mindspeed_dsa.features.dsa import sparse_attention
 
@@ -113,7 +113,7 @@ def calls(recompute: str) -> dict[str, int]:
 
 
 def loss_calls(switches: Mapping[str, Any]) -> dict[str, int]:
-    """How often a step of two layers computes the indexer loss, ordinary and for the attention's backward."""
+    """Count indexer loss computations of a two-layer step, in forward and in attention's backward."""
     job.start(switches)
     from mindspeed_dsa.features.dsa import sparse_attention
 
@@ -127,7 +127,7 @@ def loss_calls(switches: Mapping[str, Any]) -> dict[str, int]:
 
 
 def per_token_gradients(switches: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Gradients of a step whose schedule sums over tokens and divides at the end."""
+    """Return the gradients of a step that sums over tokens and divides at the end."""
     job.start(switches)
     cfg = tiny.config(calculate_per_token_loss=True)
     model = tiny.gpt_model(cfg)
@@ -136,7 +136,7 @@ def per_token_gradients(switches: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def finalized_indexer_gradients() -> list[float]:
-    """What becomes of indexer gradients that are 1 on one tensor parallel rank and 2 on the other."""
+    """Finalize indexer gradients of 1 and 2 on two tensor parallel ranks, and return the result."""
     job.start(tp=2)
     import torch.distributed as dist
     from megatron.core.distributed import (
@@ -155,18 +155,18 @@ def finalized_indexer_gradients() -> list[float]:
 
 
 def gradients_of_each_loss() -> dict[str, tuple[float, float]]:
-    """By parameter: the largest gradient of the model's loss, and of the indexer's loss alone."""
+    """Return each parameter's largest gradient of the model loss and of the indexer loss."""
     job.start()
-    found: list[dict[str, float]] = []
+    maxima: list[dict[str, float]] = []
     for weight, coefficient in ((1.0, None), (0.0, 1.0)):
         model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
         (job.per_token_loss(model, job.samples(2)).mean() * weight).backward()
-        found.append({name: float(p.grad.abs().max()) for name, p in model.named_parameters()})
-    return {name: (found[0][name], found[1][name]) for name in found[0]}
+        maxima.append({name: float(p.grad.abs().max()) for name, p in model.named_parameters()})
+    return {name: (maxima[0][name], maxima[1][name]) for name in maxima[0]}
 
 
 def without_loss(mode: str) -> dict[str, Any]:
-    """What is done for the indexer loss where there is none."""
+    """Return the work done for the indexer loss in a mode without that loss."""
     job.start()
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.features.dsa import core_attention, sparse_attention
@@ -218,7 +218,7 @@ def save(folder: str, tp: int) -> None:
 
 
 def _let_old_writers_write() -> None:
-    """Give torch's writer an argument that it wants since 2.8 and that Megatron-core 0.12 does not know."""
+    """Pass the writer of torch >= 2.8 the argument that Megatron-core 0.12 omits."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed.checkpoint import filesystem
 
@@ -253,7 +253,7 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def without_variant() -> str:
-    """What Megatron says about MLA on its local modules, DSA's patches on but not asked for."""
+    """Return Megatron's error for MLA on local modules without an attention variant."""
     job.start()
     try:
         tiny.gpt_model(tiny.config(experimental_attention_variant=None))
@@ -263,7 +263,7 @@ def without_variant() -> str:
 
 
 def indexer_input(switches: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether the indexer reads the latent query before or after its norm."""
+    """Return whether the indexer reads the latent query before or after its norm."""
     job.start(switches)
     model = tiny.gpt_model(tiny.config())
     attention = model.decoder.layers[0].self_attention
@@ -282,7 +282,7 @@ def indexer_input(switches: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def still_changed_after_disable() -> list[str]:
-    """What differs by identity in Megatron after a model was built and everything was undone."""
+    """Return the Megatron objects that differ after a model was built and everything was undone."""
     import mindspeed_dsa
 
     before = _identities()
@@ -295,19 +295,19 @@ def still_changed_after_disable() -> list[str]:
 def _identities() -> dict[str, Any]:
     from importlib import import_module
 
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for module in map(import_module, TARGETS):
         for name, value in vars(module).items():
-            found[f"{module.__name__}:{name}"] = value
+            objects[f"{module.__name__}:{name}"] = value
             if isinstance(value, type) and value.__module__ == module.__name__:
-                found |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
+                objects |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
                 for field, inner in getattr(value, "__dataclass_fields__", {}).items():
-                    found[f"{module.__name__}:{name}.{field}"] = inner
-    return {name: value for name, value in found.items() if "._" not in name.rpartition(":")[2]}
+                    objects[f"{module.__name__}:{name}.{field}"] = inner
+    return {name: value for name, value in objects.items() if "._" not in name.rpartition(":")[2]}
 
 
 def fields() -> dict[str, Any]:
-    """Configurations with the new fields: built, copied, derived, and left alone."""
+    """Build, copy and derive configurations with the new fields."""
     job.start()
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -342,7 +342,7 @@ def fields() -> dict[str, Any]:
 
 
 def flags() -> dict[str, Any]:
-    """The decorated parse_args of a parser that knows one of the flags already."""
+    """Run the decorated parse_args of a parser that already has one of the flags."""
     job.start()
     from mindspeed_dsa.features.dsa.backport.feature import with_dsa_flags
 
@@ -366,14 +366,14 @@ def flags() -> dict[str, Any]:
 
 
 def context_parallel_step(cp: int) -> dict[str, Any]:
-    """As :func:`tiny.one_step`, on context parallel ranks."""
+    """Run :func:`tiny.one_step` on context parallel ranks."""
     switches = {"use_fused_dsa": True, "context_parallel_size": cp}
     with cp_cases.context_parallel(tiny, cp):
         return tiny.one_step(switches, num_microbatches=2, micro_batch_size=2, cp=cp)
 
 
 def context_parallel_step_in_parts(cp: int) -> dict[str, Any]:
-    """As :func:`context_parallel_step`, keys gathered in two parts."""
+    """Run :func:`context_parallel_step` with the keys gathered in two parts."""
     with cp_cases.parts_kept_apart() as gathered:
         result = context_parallel_step(cp)
     assert set(gathered) == {2}
@@ -381,6 +381,6 @@ def context_parallel_step_in_parts(cp: int) -> dict[str, Any]:
 
 
 def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
-    """A rank's rows of what the indexer projects, and where they lie in the sequence."""
+    """Return the indexer's projections of a rank's tokens, and the tokens' positions."""
     job.start(cp=cp)
     return cp_cases.index_rows(cp_cases.backport_spec().submodules.indexer, tiny.config(rope_type=rope_type))

@@ -1,4 +1,4 @@
-"""Tests that run under `make test-matrix` only: one environment for each release of Megatron-core."""
+"""Tests that only ``make test-matrix`` runs, in one environment for each Megatron-core release."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_dsa.patches import versions
 from tests.matrix.record import Note, Record
 
 QUICK = "!=0.16.*"
-"""What the quick tests have: they run the same features there, more closely."""
+"""Releases other than the quick tests' own, on which the same features are tested more closely."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,12 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def note(request: pytest.FixtureRequest, pool: Any) -> Note:
-    """What a case says about a feature."""
+    """Recorder of the case's result for the matrix."""
     return Note(request.node.user_properties, pool)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is for other releases than the installed one, by the mark ``releases`` of each case."""
+    """Skip cases whose ``releases`` mark excludes the installed release."""
     installed = str(versions.of_megatron())
     for item in items:
         if Path(item.path).parent != Path(__file__).parent:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers beside Megatron's: sizes, names of weights, and a step of each."""
+"""Hugging Face transformers models and their Megatron equivalents: sizes, weight names, and a step."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ from tests.support import model as job
 DENSE, DEEPSEEK, GLM = "DeepseekV3", "DeepseekV32", "GlmMoeDsa"
 EXPERTS, SAMPLES = 8, 4
 EPSILON = 1e-6
-"""Epsilon of all norms. Transformers gives it to those of the latent query and key and of the indexer's keys
-whatever its configuration says, and Megatron has one for all."""
+"""Epsilon of all norms. Transformers hard-codes it for the norms of the latent query, latent key and index
+keys, and Megatron has a single epsilon.
+"""
 INDEX_HEADS, INDEX_WIDTH, ROTARY = 32, 16, 8
-"""GLM has as many index heads. A sum over few is often exactly 0, and of keys with the same score
-transformers takes any and Megatron the first; a sum over so many never is, and both take the same."""
+"""Sizes of the index heads; GLM also has 32. A sum over few heads is often exactly 0, and transformers and
+Megatron break ties differently. A sum over 32 heads is never exactly 0.
+"""
 INDEXER = {
     "dsa_indexer_rope_first": True,
     "dsa_indexer_normalised_query": True,
     "dsa_indexer_n_heads": INDEX_HEADS,
 }
-"""Options of both models; releases before 0.19 follow the first two only when told."""
+"""Options of both models. Releases before 0.19 need the first two set explicitly."""
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model with random weights, as transformers has it and as Megatron does.
+    """A model with random weights that transformers and Megatron can both build.
 
     Attributes:
-        kind: transformers' name of it.
-        layers: how many; the first is dense, and the others have experts.
-        frequency, offset: which layers select keys, as Megatron counts them.
-        pattern: a letter for each layer instead.
-        yarn: rotary embeddings are stretched.
+        kind: transformers' name of the architecture.
+        layers: number of layers; the first is dense, and the others have experts.
+        frequency, offset: rule for the layers that select keys, in Megatron's counting.
+        pattern: letters for the layers, instead of the rule.
+        yarn: whether rotary embeddings use YaRN.
     """
 
     kind: str
@@ -66,7 +68,7 @@ class Model:
         return " ".join(filter(None, (self.kind, shared, "yarn" * self.yarn)))
 
     def theirs(self, **others: Any) -> Any:
-        """Build it from transformers, with other values of its configuration where they are given."""
+        """Build the transformers model; ``others`` override its configuration."""
         import transformers
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -111,13 +113,13 @@ class Model:
         return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
     def shape(self) -> Shape:
-        """Return which tensors it has."""
+        """Return the table of the model's tensors."""
         fields = {"experimental_attention_variant": "dsa", "q_lora_rank": 24} | self.ours()
         table = of_class({"architectures": [f"{self.kind}ForCausalLM"]})
         return Shape.of(SimpleNamespace(**fields, moe_shared_expert_intermediate_size=16), table)
 
     def ours(self) -> dict[str, Any]:
-        """Return what Megatron's configuration has to say for the same."""
+        """Return the equivalent fields of Megatron's configuration."""
         fields: dict[str, Any] = dict(INDEXER)
         if self.kind == DENSE:
             fields = {"experimental_attention_variant": None, **tiny.local_modules()}
@@ -147,7 +149,7 @@ class Model:
 
 
 def _yarn() -> dict[str, Any]:
-    """Return :data:`YARN` by Megatron's names, one of which older releases call otherwise."""
+    """Return :data:`YARN` under Megatron's field names, one of which differs in older releases."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     values: dict[str, Any] = dict(YARN)
@@ -169,7 +171,7 @@ def megatron_name(place: Place) -> str:
 
 
 def rows_in(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the rows of transformers' tensors, which stack experts, that a name in its files means."""
+    """Return the rows of transformers' stacked expert tensors that a name in its files refers to."""
     expert = _STACKED.fullmatch(name)
     if expert is None:
         return tensors[name]
@@ -179,15 +181,15 @@ def rows_in(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def of_transformers(model: Model, folder: Path | None = None) -> dict[str, Any]:
-    """Compute what transformers makes of the batch of :func:`step`, the mean loss over its tokens derived.
+    """Run transformers on the batch of :func:`step`, and backpropagate the mean loss over its tokens.
 
     Args:
-        model: which one; its weights depend on Megatron's names of them.
-        folder: to which transformers writes them; None: to nowhere.
+        model: model to build; its weights depend on Megatron's parameter names.
+        folder: folder for the model's files; None writes none.
 
     Returns:
-        ``logits`` ``[samples, length, vocabulary]``, and ``gradients`` by Megatron's names, without those of
-        the indexer, through which transformers does not derive.
+        ``logits`` ``[samples, length, vocabulary]``, and ``gradients`` under Megatron's names. Indexers have
+        none, as transformers does not backpropagate through them.
     """
     theirs = model.theirs()
     tensors = {name: tensor.detach() for name, tensor in theirs.named_parameters()}
@@ -214,18 +216,18 @@ def of_transformers(model: Model, folder: Path | None = None) -> dict[str, Any]:
     derived = {name: tensor.grad for name, tensor in theirs.named_parameters() if tensor.grad is not None}
     gradients = {}
     for name, parts in names.items():
-        with contextlib.suppress(KeyError):  # nothing is derived through indexers and routers' biases
+        with contextlib.suppress(KeyError):  # indexers and router biases have no gradient
             gradients[name] = torch.cat([rows_in(part, derived) for part in parts])
     return {"logits": logits.detach(), "gradients": gradients}
 
 
 def loss_of_transformers(folder: Path, batches: Path, samples: int) -> float:
-    """Return transformers' mean loss, in fp32, over the tokens of the first step of a job on two ranks.
+    """Return transformers' mean fp32 loss over the tokens of a two-rank job's first step.
 
     Args:
-        folder: of the model.
-        batches: folder that ``recorded_pretrain.py`` has written, microbatches of one sample.
-        samples: of a step, on all ranks together.
+        folder: model's folder.
+        batches: folder written by ``recorded_pretrain.py``, with microbatches of one sample.
+        samples: number of samples in a step, over all ranks.
     """
     import transformers
 
@@ -248,30 +250,30 @@ def loss_of_transformers(folder: Path, batches: Path, samples: int) -> float:
     return float(sum(losses) / samples)
 
 
-# -- what the ranks do --------------------------------------------------------------------------
+# -- functions that the ranks run -----------------------------------------------------------------
 
 
 def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: int) -> dict[str, Any]:
     """Run :func:`tiny.one_step` on the model.
 
     Args:
-        model: which one.
-        switches: of our features.
-        folder: from which the weights are read; empty: they depend on names.
-        layout: sizes of the groups of ranks.
+        model: model to build.
+        switches: features to enable.
+        folder: folder with the weights; if empty, weights depend on parameter names.
+        layout: parallel sizes.
 
     Returns:
-        what that does, the names of its routers' ``biases``, and from ranks of the last stage ``logits``
-        ``[samples, own positions, own vocabulary]``, with the rows' ``positions`` and the ``first`` token.
+        Result of the step, with the names of router ``biases``. Ranks of the last stage add ``logits``
+        ``[samples, local positions, local vocabulary]``, their ``positions`` and the ``first`` token.
     """
-    build, found, kept = tiny.gpt_model, {"biases": list[str](), "logits": None}, list[Tensor]()
+    build, gathered, kept = tiny.gpt_model, {"biases": list[str](), "logits": None}, list[Tensor]()
 
     def gpt_model(*args: Any) -> Any:
         chunk = build(*args)
         biases = _expert_biases(chunk)
         for name, bias in biases.items():
             bias.copy_(tiny.weight_of(name, bias.shape))
-            found["biases"].append(name)
+            gathered["biases"].append(name)
         if folder:
             poison(chunk, biases.values())
             loading.load([chunk], Path(folder), chunk.config, log.get())
@@ -282,44 +284,44 @@ def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: 
     def keep(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
         from megatron.core import parallel_state
 
-        kept.append(output[0].detach().clone().transpose(0, 1))  # the loss is computed in its place
+        kept.append(output[0].detach().clone().transpose(0, 1))  # the loss overwrites the logits
         first = parallel_state.get_tensor_model_parallel_rank() * kept[0].size(-1)
-        found.update(logits=torch.cat(kept), positions=job.own_positions(), first=first)
+        gathered.update(logits=torch.cat(kept), positions=job.own_positions(), first=first)
 
     with job_of_any_release(layout.get("cp", 1), 0), mock.patch.object(tiny, "gpt_model", gpt_model):
         sizes = {EXPERT_SIZES[name]: size for name, size in layout.items() if name in EXPERT_SIZES}
         fields = {**model.ours(), **communication(**layout), **sizes}
         microbatches = layout.get("pp", 1) if "vpp" in layout else 1
         sizes = {"num_microbatches": microbatches, "micro_batch_size": SAMPLES // microbatches}
-        return tiny.one_step(dict(switches), fields, **sizes, **layout) | found
+        return tiny.one_step(dict(switches), fields, **sizes, **layout) | gathered
 
 
 def read_files(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that transformers has written to a folder, by the names in its files."""
+    """Return the tensors of transformers' files in a folder, under their names there."""
     from safetensors.torch import load_file
 
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def poison(chunk: torch.nn.Module, buffers: Iterable[Tensor] = ()) -> None:
-    """Make every weight of a model NaN, so that one which is not read is seen."""
+    """Fill all weights of a model with NaN, so that a weight that is not loaded shows."""
     with torch.no_grad():
         for tensor in (*chunk.parameters(), *buffers):
             tensor.fill_(float("nan"))
 
 
 def _expert_biases(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    """Return what routers add to their scores before they choose, by global name."""
+    """Return the routers' expert biases under their global names."""
     with mock.patch.object(type(chunk), "named_parameters", type(chunk).named_buffers):
         return {name: bias for name, bias in job.global_names(chunk).items() if name.endswith("expert_bias")}
 
 
 def biases_in_bf16(model: Model, folder: str) -> dict[str, Tensor]:
-    """Read a model in bf16 from its files, as Megatron's loop wraps it; return its routers' biases.
+    """Load a model in bf16 from its files, wrapped as in Megatron's loop; return the router biases.
 
     Args:
-        model: which one.
-        folder: of its files.
+        model: model to build.
+        folder: folder with the model's files.
     """
     with job_of_any_release(1, 0), torch.no_grad():
         job.start({"experimental_attention_variant": "dsa"})
@@ -332,13 +334,13 @@ def biases_in_bf16(model: Model, folder: str) -> dict[str, Tensor]:
 
 
 def refusal(model: Model, switches: Mapping[str, Any], folder: str, **layout: int) -> str:
-    """Read a model whose files cannot be used; return the message.
+    """Load a model whose files are unusable; return the error message.
 
     Args:
-        model: which one.
-        switches: of our features.
-        folder: of its files.
-        layout: sizes of the groups of ranks.
+        model: model to build.
+        switches: features to enable.
+        folder: folder with the model's files.
+        layout: parallel sizes.
     """
     try:
         step(model, switches, folder, **layout)

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers for test_kernel_backend."""
+"""Cases that run inside the worker pool for test_kernel_backend."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HOOKS = (
     "run_fused_qk_topk_with_loss",
     "run_fused_absorbed_sparse_attention",
 )
-# With few index heads exact ties are common, and torch.topk decides them otherwise.
+# With few index heads exact ties are common, and torch.topk breaks them differently.
 FEW_TIES = {"dsa_indexer_n_heads": 16}
 
 
 def hooks(switches: Mapping[str, Any]) -> ModuleType:
-    """The module that Megatron asks for kernels when these switches are set."""
+    """Return the module whose kernel hooks Megatron calls with these switches."""
     from mindspeed_dsa import session
     from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
     from mindspeed_dsa.features.dsa.kernel_hooks.hooks import backend_module
@@ -36,7 +36,7 @@ def hooks(switches: Mapping[str, Any]) -> ModuleType:
 def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **layout: Any
 ) -> dict[str, Any]:
-    """One training step, and how often each hook took over (returned more than None)."""
+    """Run a training step, and count the calls that each hook took over (returned not None)."""
     kernel_backend = hooks({**job.DSA_ON, **(switches or {})})
     taken = dict.fromkeys(HOOKS, 0)
     originals = {name: getattr(kernel_backend, name) for name in HOOKS}
@@ -60,7 +60,7 @@ def step(
 
 
 def step_in_parts(**arguments: Any) -> dict[str, Any]:
-    """As :func:`step`, queries in two parts, and the widths of queries that the attention got."""
+    """Run :func:`step` with queries in two parts; add the query widths that attention received."""
     from mindspeed_dsa.features.dsa import core_attention
 
     widths: list[int] = []
@@ -75,13 +75,13 @@ def step_in_parts(**arguments: Any) -> dict[str, Any]:
 
 
 def context_parallel_training_in_parts(**arguments: Any) -> dict[str, Any]:
-    """As :func:`context_parallel_training`, keys in two parts."""
+    """Run :func:`context_parallel_training` with keys in two parts."""
     with cp_cases.parts_kept_apart():
         return context_parallel_training(**arguments)
 
 
 def context_parallel_step(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Loss and gradients of one of two context parallel ranks, which hold zigzag parts of the sequence."""
+    """Return loss and gradients of one of two context parallel ranks with zigzag shards."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(**job.DSA_ON, **(switches or {}))
@@ -108,8 +108,9 @@ def context_parallel_training(
     ddp: Mapping[str, Any] | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """As :func:`step`, on context parallel ranks, with the indexer loss that is logged, what our gathers do,
-    by the width of what they gather, and this rank's place.
+    """Run :func:`step` on context parallel ranks.
+
+    Adds the logged indexer loss, the gathers with their widths, and the rank's context parallel index.
     """
     from mindspeed_dsa.context_parallel.gather import _Transfer
 
@@ -140,7 +141,7 @@ def context_parallel_training(
 
 
 def packed(sparse_loss: bool) -> dict[str, Any]:
-    """Two sequences in one row by ranges, against each of them alone, through the whole hook."""
+    """Run two packed sequences through the whole hook, and each sequence separately."""
     job.start({"use_fused_dsa": True})
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -200,7 +201,7 @@ def packed(sparse_loss: bool) -> dict[str, Any]:
 
 
 def valid_rows() -> tuple[float, float]:
-    """The sparse loss with the last rows of padding, and that of the rows in front of them."""
+    """Return the sparse loss with masked padding rows, and the loss of the rows before them."""
     job.start({"use_fused_dsa": True})
     run_fused_qk_topk_with_loss = hooks({"use_fused_dsa": True}).run_fused_qk_topk_with_loss
 
@@ -208,7 +209,7 @@ def valid_rows() -> tuple[float, float]:
     length, counted = 12, 8
     q, k, weights = torch.randn(length, 2, 16, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 16)
     query, key = torch.randn(length, 2, 3, 24), torch.randn(length, 2, 1, 24)
-    found = []
+    losses = []
     for rows, mask in ((length, torch.arange(length) < counted), (counted, None)):
         result = run_fused_qk_topk_with_loss(
             q[:rows],
@@ -226,12 +227,12 @@ def valid_rows() -> tuple[float, float]:
             query_valid_rows=None if mask is None else mask.expand(2, -1),
         )
         assert result is not None
-        found.append(float(result[2]))
-    return found[0], found[1]
+        losses.append(float(result[2]))
+    return losses[0], losses[1]
 
 
 def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
-    """The sparse loss of both halves of a row whose end is padding, and of the whole row on one rank."""
+    """Return the sparse loss of a padded row split over two ranks, and of the whole row on one rank."""
     job.start({"use_fused_dsa": True}, cp=2)
     run_fused_qk_topk_with_loss = hooks({"use_fused_dsa": True}).run_fused_qk_topk_with_loss
 
@@ -240,7 +241,7 @@ def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
     q, k, weights = torch.randn(length, 2, 16, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 16)
     query, key = torch.randn(length, 2, 3, 24), torch.randn(length, 2, 1, 24)
     valid, ends = torch.arange(length) < counted, torch.arange(1, length + 1, dtype=torch.int32)
-    found = []
+    results = []
     for rows, cp in ((slice(6 * rank, 6 * rank + 6), dist.group.WORLD), (slice(0, length), None)):
         leaf = q.clone().requires_grad_()
         result = run_fused_qk_topk_with_loss(
@@ -260,14 +261,14 @@ def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
         )
         assert result is not None
         result[2].backward()
-        found.append((float(result[2]), leaf.grad))
-    (mine, gradient), (whole, expected) = found
-    own = slice(6 * rank, 6 * rank + 6)
-    return {"loss": mine, "whole": whole, "gradients": (gradient[own], expected[own])}
+        results.append((float(result[2]), leaf.grad))
+    (mine, gradient), (whole, expected) = results
+    shard = slice(6 * rank, 6 * rank + 6)
+    return {"loss": mine, "whole": whole, "gradients": (gradient[shard], expected[shard])}
 
 
 def topk_length_cuts() -> tuple[torch.Tensor, ...]:
-    """Attention with the entries past ``topk_length`` full of keys, at -1, and far beyond the keys."""
+    """Run attention with the entries past ``topk_length`` valid, at -1, and out of range."""
     job.start({"use_fused_dsa": True})
     run_fused_absorbed_sparse_attention = hooks({"use_fused_dsa": True}).run_fused_absorbed_sparse_attention
 
@@ -290,7 +291,7 @@ def chosen_backend(switches: Mapping[str, Any], overrides: Mapping[str, Any] | N
 
 
 def flag_choices() -> list[str]:
-    """What Megatron-LM's argument factory would offer for --dsa-kernel-backend."""
+    """Return the choices that Megatron-LM's argument factory offers for --dsa-kernel-backend."""
     import dataclasses
     import typing
 

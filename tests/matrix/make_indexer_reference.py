@@ -1,4 +1,4 @@
-"""Writes indexer_reference.json: losses and gradients of Megatron-core 0.19's own indexer, by its options.
+"""Write indexer_reference.json: losses and gradients of Megatron-core 0.19's indexer for each option.
 
 .venv-matrix/0.19.0/bin/python -m tests.matrix.make_indexer_reference
 """

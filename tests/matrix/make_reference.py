@@ -1,4 +1,4 @@
-"""Writes reference.json: losses and gradients of Megatron-core 0.16.1's own DSA, its repairs on.
+"""Write reference.json: losses and gradients of Megatron-core 0.16.1's DSA with the repairs on.
 
 python -m tests.matrix.make_reference
 """
@@ -24,14 +24,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def figures(gradient: Tensor) -> list[float]:
-    """Norm of a gradient, and its product with a fixed random direction, which sees every entry."""
+    """Return a gradient's norm, and its dot product with a fixed random vector."""
+    # The vector has no zeros, so that the product depends on every entry.
     generator = torch.Generator().manual_seed(gradient.numel())
     direction = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
     return [float(gradient.double().norm()), float((gradient.double() * direction).sum())]
 
 
 def summary(step: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a step."""
+    """Return the part of a step's result that is stored."""
     return {
         "losses": step["losses"],
         "indexer loss": step["indexer loss"],
@@ -40,18 +41,18 @@ def summary(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(file: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """Take a step of each case, in one process, and keep what comes out."""
+    """Run a step of each case in one process, and write the results."""
     from tests.matrix import model
     from tests.support import worker
 
-    found = {}
+    summaries = {}
     for name, overrides in cases.items():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        # Its own modules only have norms and linear layers in one: the same values in another order.
+        # The default modules only fuse norms into linear layers: the same values under other names.
         step = model.one_step(overrides={"transformer_impl": "local", **overrides}, num_microbatches=2)
-        found[name] = summary(step)
+        summaries[name] = summary(step)
         worker.forget_everything()
-    content = {"megatron-core": metadata.version("megatron-core"), "cases": found}
+    content = {"megatron-core": metadata.version("megatron-core"), "cases": summaries}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

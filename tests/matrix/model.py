@@ -1,4 +1,4 @@
-"""A tiny MLA + DSA model that any release from 0.12.1 on builds, and one training step of it."""
+"""A tiny MLA + DSA model that every release from 0.12.1 on can build, and a training step of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support import model as job
 
 EXPERTS = {**job.EXPERTS, "moe_layer_freq": [0, 1]}
-# Norms inside of a linear layer, as in later releases, by the names that they have here.
+# Later releases fuse norms into linear layers; these are the names in the oldest release.
 _NAMES = {
     "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
     "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
@@ -44,7 +44,7 @@ _config = config
 
 
 def local_modules() -> dict[str, str]:
-    """Return the field by which releases with a specification for DSA choose its modules."""
+    """Return the field that selects local modules in releases with a DSA spec, otherwise nothing."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
@@ -52,19 +52,19 @@ def local_modules() -> dict[str, str]:
 
 
 def config_with_experts(**overrides: Any) -> Any:
-    """Return a configuration with experts and local modules, which stands in for :func:`config`."""
+    """Return a configuration with experts and local modules, in place of :func:`config`."""
     # RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
     return _config(**{**EXPERTS, "normalization": "LayerNorm", **local_modules(), **overrides})
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
-    """One pipeline chunk from Megatron's own spec, with weights that depend on names alone."""
+    """Build a pipeline chunk from Megatron's spec, with weights that depend only on their names."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     stage = {}
     if vp_stage is not None:
-        # Older releases ask the global state for the stage, later ones are told.
+        # Older releases read the stage from global state, later ones take an argument.
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
         stage = _accepted(GPTModel.__init__, vp_stage=vp_stage)
     where = _accepted(parallel_state.is_pipeline_first_stage, ignore_virtual=False, **stage)
@@ -83,7 +83,7 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
 
 
 def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those arguments that a function of this release takes."""
+    """Return the arguments that the function accepts in this release."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
@@ -110,7 +110,7 @@ def _mtp_spec(cfg: Any, block: Any, stage: dict[str, Any]) -> Any:
 
 
 def common_name(name: str) -> str:
-    """A parameter's name in the oldest release."""
+    """Return a parameter's name in the oldest release."""
     for fused, plain in _NAMES.items():
         name = name.replace(fused, plain)
     return name
@@ -124,7 +124,7 @@ def fill_by_name(model: torch.nn.Module) -> None:
 
 
 def weight_of(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the weight that a parameter gets by its name in the oldest release."""
+    """Return a parameter's weight, which depends only on its name in the oldest release."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     return 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise
 
@@ -138,7 +138,7 @@ def one_step(
     sequence_parallel: bool = True,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Losses, gradients and logged indexer loss of one training step through Megatron's schedules."""
+    """Run a training step through Megatron's schedules; return losses, gradients and indexer loss."""
     job.start(switches, **layout)
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""Training steps on sequences that ranks do not divide; they run inside the pool's workers."""
+"""Training steps on sequences that ranks do not divide evenly; they run inside the pool's workers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODEL = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-"""What counts tokens: the indexer's loss, and losses and biases of routers."""
+"""Settings that depend on the number of tokens: the indexer loss, and router losses and biases."""
 GARBAGE = {"tokens": 61, "labels": 7, "position_ids": 3, "attention_mask": 1}
 
 
 class _Batch(dict[str, Tensor]):
-    """What a data loader returns for one microbatch."""
+    """A data loader's microbatch."""
 
     def size(self, dim: int) -> int:
         return self["tokens"].size(dim)
@@ -47,15 +47,15 @@ def step(
     cp: int = 1,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Run :func:`tiny.one_step`, with the sum of a rank's losses and the tokens that each expert got.
+    """Run :func:`tiny.one_step`; add the sum of a rank's losses and the tokens of each expert.
 
     Args:
-        overrides: of the configuration.
-        switches: beside those of fused DSA and of the layout.
-        garbage: rows of padding hold tokens like others.
-        by_run: operators run as those on Ascend want it.
-        cp: context parallel ranks.
-        **layout: more of it.
+        overrides: configuration overrides.
+        switches: features beyond fused DSA and the layout.
+        garbage: whether padding rows hold arbitrary tokens.
+        by_run: whether operators process one contiguous run of rows at a time, as on Ascend.
+        cp: context parallel size.
+        **layout: other parallel sizes.
     """
     from mindspeed_dsa.features.dsa import core_attention
 
@@ -74,7 +74,7 @@ def step(
 
 
 def _forget_losses() -> None:
-    """Drop what models with fewer layers have logged in this process: lists of their length."""
+    """Clear losses logged by models with fewer layers, whose lists have other lengths."""
     from megatron.core.transformer.moe import moe_utils
 
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)
@@ -84,7 +84,7 @@ def _forget_losses() -> None:
 
 @contextlib.contextmanager
 def _batches() -> Iterator[None]:
-    """Batches as a data loader makes them, and a step on as many rows as ranks divide."""
+    """Make batches as a data loader does, and run steps at the padded length."""
     samples, train_step = job.samples, job.train_step
 
     def dictionaries(cfg: Any, chunks: list[Any], microbatches: list[Tensor], *rest: Any) -> Any:
@@ -117,7 +117,7 @@ def forward_step(cfg: Any, iterator: Any, model: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    # Later releases ask to be told, and would take all ranks for the group.
+    # Later releases need these arguments; by default they would use all ranks as the group.
     told = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
     parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
     told = {name: value for name, value in told.items() if name in parameters}
@@ -147,7 +147,7 @@ def _filled(garbage: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _experts() -> Iterator[list[Tensor]]:
-    """Tokens of each expert, by which its bias is moved."""
+    """Record the tokens per expert that update the experts' biases."""
     from megatron.core.distributed import finalize_model_grads as module
 
     tokens: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""What the matrix has found on one release: which feature trained in which layout, was refused, or failed.
+"""Results of the matrix on one release: which feature trained in which layout, was refused, or failed.
 
-Cases say what they are about with the fixture ``note``. Where ``MATRIX_RECORD`` names a file, what came out
-of them is written there: results are never typed.
+Cases describe themselves with the fixture ``note``. If ``MATRIX_RECORD`` names a file, the results are
+written there; they are never edited by hand.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ START = "tests.support.model:start"
 
 
 class Note:
-    """What one case has to say; travels with its report, since another process may write the record.
+    """Result of one case. It travels with the test report, as another process may write the record.
 
     Args:
-        properties: of the test.
-        pool: of workers.
+        properties: test's properties.
+        pool: worker pool.
     """
 
     def __init__(self, properties: list[tuple[str, object]], pool: Any) -> None:
@@ -46,15 +46,15 @@ class Note:
         self._features: tuple[str, ...] = ()
 
     def begins(self, layout: str, *features: str, switches: Mapping[str, Any] | None = None) -> bool:
-        """Say what the case is about. True if there is nothing to train.
+        """Record the case's layout and features; return True if there is nothing to train.
 
-        The release includes the change itself, or lacks the code that is changed; where the feature declares
-        which releases or platforms it needs, and these are others, it is refused by name.
+        There is nothing to train if the release includes the change or lacks the code to change. A feature
+        that requires other releases or platforms must be refused by name.
 
         Args:
-            layout: in which it trains.
-            *features: their names; of several none is refused.
-            switches: what a user would switch on.
+            layout: name of the layout.
+            *features: names of the features; of several, none is refused.
+            switches: user's switches.
         """
         self._layout, self._features = layout, features
         self._add("case", features, "")
@@ -73,7 +73,7 @@ class Note:
         return True
 
     def trained(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """The case's training was that of stock, and these features were at work on all ranks together."""
+        """Record that training matched stock and that every feature was active on some rank."""
         names = {name for rank in ranks for name in rank["at work"]}
         missing = [name for name in self._features if name not in names and _to_be_trained(name)]
         assert not missing, f"{missing} changed nothing; at work were {sorted(names)}"
@@ -84,18 +84,18 @@ class Note:
 
 
 def at_work() -> list[str]:
-    """:func:`features_at_work` in this process."""
+    """Return :func:`features_at_work` for this process."""
     running = session.current()
     assert running is not None
     return features_at_work(running.features, mindspeed_dsa.report())
 
 
 def features_at_work(on: Sequence[Feature], sites: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Features that have changed something of Megatron, or have nothing to change.
+    """Return the features that changed something in Megatron, or have nothing to change.
 
     Args:
-        on: those that are switched on. What a backport at work supplies of them counts, too.
-        sites: a session's report of them.
+        on: enabled features; features supplied by an active backport count, too.
+        sites: session's report of its patch sites.
     """
     applied = {name for site in sites if site["state"] == "applied" for name in site["features"]}
     supplied = {name for each in on if each.name in applied for name in each.supplies}
@@ -104,7 +104,7 @@ def features_at_work(on: Sequence[Feature], sites: Sequence[Mapping[str, Any]]) 
 
 
 def _unmet(feature: Feature) -> str:
-    """What it needs and has not here, in the words in which it is refused; empty if there is nothing."""
+    """Return the unmet requirement in the words of the refusal, or an empty string."""
     settings, _ = session.resolve({}, ())
     if settings.platform not in feature.requires.platforms:
         return f"runs on {', '.join(feature.requires.platforms)}"
@@ -115,16 +115,16 @@ def _unmet(feature: Feature) -> str:
 
 
 def _to_be_trained(feature: str) -> bool:
-    """Whether it has something to change in the installed release, or a backport has it instead."""
-    known, installed = records.load(), str(versions.of_megatron())
-    release = installed if installed in known.releases else known.releases[-1]
-    return judge(_DECLARED[feature], release, known, _DECLARED.values()).word in ("fits", "by backport")
+    """Return whether the feature, or a backport of it, changes something in the installed release."""
+    table, installed = records.load(), str(versions.of_megatron())
+    release = installed if installed in table.releases else table.releases[-1]
+    return judge(_DECLARED[feature], release, table, _DECLARED.values()).word in ("fits", "by backport")
 
 
 class Record:
-    """Collects what cases say, and writes it when they are through.
+    """Pytest plugin that collects the cases' results and writes the record at the end.
 
-    A file of the same release and versions is kept, but for the features and layouts that ran again.
+    An existing file of the same release and versions is kept, except for features and layouts that ran again.
     """
 
     def __init__(self, file: Path) -> None:
@@ -158,13 +158,13 @@ class Record:
         self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _earlier(self, ran_with: Mapping[str, str | None]) -> dict[str, Any]:
-        """What the file says of every feature that it or this run knows."""
-        found: dict[str, Any] = {name: {} for name in self._found}
+        """Return the file's results for all features in the file or in this run."""
+        results: dict[str, Any] = {name: {} for name in self._found}
         if self._file.exists():
             content = json.loads(self._file.read_text(encoding="utf-8"))
             if all(content.get(name) == version for name, version in ran_with.items()):
-                found |= content["features"]
-        return found
+                results |= content["features"]
+        return results
 
     def _with_earlier(self, feature: str, earlier: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         now = self._found.get(feature, {})
@@ -180,7 +180,7 @@ class Record:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """The line of an error that says what happened; of a process's output, the last error in it."""
+    """Return the line of an error that explains it; for a process's output, its last error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else report.longreprtext).strip().splitlines()
     errors = [line for line in lines if re.search(r"(Error|Exception|\berror): \S", line)]

@@ -2,7 +2,7 @@
 
     python run_megatron.py recorded_pretrain.py ARGUMENTS OF pretrain_gpt.py...
 
-``MEGATRON_LM`` names the checkout, and ``BATCHES`` the folder of the files, ``rank0.pt`` and so on.
+``MEGATRON_LM`` names the checkout, and ``BATCHES`` the folder of the files ``rank0.pt``, ``rank1.pt`` ...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the script; a rank writes the ``tokens`` and ``labels`` ``[samples, length]`` that it is given."""
+    """Run the script, and write each rank's ``tokens`` and ``labels`` ``[samples, length]``."""
     checkout = Path(os.environ["MEGATRON_LM"])
     sys.argv[0] = str(checkout / "pretrain_gpt.py")
     sys.path.insert(0, str(checkout))

@@ -14,7 +14,7 @@ from tests.support.contexts import running
 def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Run :func:`sharing_steps.step`, and tell how many selections were recorded, and how many replayed."""
+    """Run :func:`sharing_steps.step`, and count the recorded and the replayed selections."""
     from mindspeed_dsa.features.dsa.selections import record, replay
 
     train_step, recorded = job.train_step, 0
@@ -30,10 +30,10 @@ def step(
             recorded = recorder.records
         return result
 
-    found = replay.Recorded.found
+    original = replay.Recorded.found
     with (
         mock.patch.object(job, "train_step", step_and_close),
-        mock.patch.object(replay.Recorded, "found", autospec=True, side_effect=found) as replayed,
+        mock.patch.object(replay.Recorded, "found", autospec=True, side_effect=original) as replayed,
     ):
         result = sharing_steps.step(switches, overrides, **arguments)
     return {**result, "recorded": recorded, "replayed": replayed.call_count}

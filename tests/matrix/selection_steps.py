@@ -1,4 +1,4 @@
-"""Training steps whose keys a test selects itself; they run inside the pool's workers."""
+"""Training steps whose selections come from the test; they run inside the pool's workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step(
     formulas: str = "",
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Run :func:`steps.step`; with the name of a format of factors on keys that are selected by formulas."""
+    """Run :func:`steps.step`, with keys selected by formulas if ``formulas`` names a scale format."""
     overrides = {**sharing_steps.communication(**arguments), **(overrides or {})}
     instead = mock.patch.object(sparse_attention, "lightning_indexer", _select_by(formulas))
     with instead if formulas else contextlib.nullcontext():
@@ -30,7 +30,7 @@ def step(
 
 
 def _select_by(formulas: str) -> Any:
-    """The Lightning Indexer's results at the keys that DeepSeek's FP8 formulas select."""
+    """Return a Lightning Indexer that selects the keys of DeepSeek's FP8 formulas."""
 
     def lightning_indexer(
         query: Tensor,

@@ -25,9 +25,9 @@ def step(
     repaired: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Run :func:`steps.step`, and tell how many selections were handed on, and what is left of them.
+    """Run :func:`steps.step`; add the numbers of stored selections and of selections left over.
 
-    Without ``repaired`` selections are where Megatron-core 0.19 keeps them.
+    Without ``repaired``, selections are stored where Megatron-core 0.19 stores them.
     """
     overrides = {**MODEL, **communication(**arguments), **(overrides or {})}
     holder = contextlib.nullcontext() if repaired else _megatrons_holder()
@@ -41,14 +41,14 @@ def step(
 
 
 def communication(cp: int = 1, **others: Any) -> dict[str, Any]:
-    """Return how keys travel, which context parallel DSA has to be told from 0.19 on."""
+    """Return the key communication setting that context parallel DSA needs from 0.19 on."""
     is_told = cp > 1 and Version(str(versions.of_megatron())) >= Version("0.19")
     return {"cp_comm_type": "allgather"} if is_told else {}
 
 
 @contextlib.contextmanager
 def _megatrons_holder() -> Iterator[None]:
-    """Let a step use Megatron's methods, of a second copy of its module: nobody may hold patched ones."""
+    """Run a step with Megatron's unpatched methods, taken from a second copy of its module."""
     train_step = job.train_step
 
     def step_with_copies(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from tests.support.contexts import running
 MODEL = {
     "num_layers": 4,
     "moe_layer_freq": [0, 1, 0, 1],
-    # With few index heads exact ties are common, and kernels decide them otherwise.
+    # With few index heads exact ties are common, and kernels break them differently.
     "dsa_indexer_n_heads": 16,
 }
 TWO_AND_MTP = {
@@ -50,7 +50,7 @@ TWO_AND_MTP = {
 def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Run :func:`tiny.one_step` with four layers, and tell what the features did."""
+    """Run :func:`tiny.one_step` with four layers, and add the features' activity."""
     overrides = {**MODEL, **(overrides or {})}
     layout = {name: arguments[name] for name in ("ep", "etp") if name in arguments}
     overrides |= {EXPERT_SIZES[name]: size for name, size in layout.items()}
@@ -73,17 +73,17 @@ EXPERT_SIZES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parall
 
 
 def numbered_experts(model: Any) -> dict[str, torch.nn.Parameter]:
-    """As :func:`job.global_names`, with the number that an expert has on all ranks together."""
+    """Return :func:`job.global_names` with the experts' global numbers."""
     from megatron.core import parallel_state
 
     rank, named = parallel_state.get_expert_model_parallel_rank(), {}
     first = model.decoder.layers[0].layer_number - 1
     for name, parameter in _names_in_layers(model).items():
-        found = re.match(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)", name)
-        if found:
-            experts = model.decoder.layers[int(found[1]) - first].mlp.experts
-            number = numbering.experts_of(experts, rank)[int(found[2])]
-            name = name.replace(f"local_experts.{found[2]}", f"local_experts.{number}")
+        match = re.match(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)", name)
+        if match:
+            experts = model.decoder.layers[int(match[1]) - first].mlp.experts
+            number = numbering.experts_of(experts, rank)[int(match[2])]
+            name = name.replace(f"local_experts.{match[2]}", f"local_experts.{number}")
         named[name] = parameter
     return named
 
@@ -93,7 +93,7 @@ _names_in_layers = job.global_names
 
 @contextlib.contextmanager
 def job_of_any_release(cp: int, block_rows: int) -> Iterator[None]:
-    """Configurations and rows of context parallel ranks, as every release takes them."""
+    """Patch configurations and context parallel positions so that they work on every release."""
     own_positions = cp_cases.positions_in_blocks(block_rows) if block_rows else job.own_positions
     with (
         mock.patch.object(tiny, "config", tiny.config_with_experts),
@@ -106,7 +106,7 @@ def job_of_any_release(cp: int, block_rows: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_loop() -> Iterator[None]:
-    """The report of experts' loads is told that this job has a loop of its own."""
+    """Tell the expert load report that this job has its own training loop."""
     from mindspeed_dsa.features.moe.load_report import steps
 
     start = job.start
@@ -123,7 +123,7 @@ def own_loop() -> Iterator[None]:
 
 
 def ahead() -> int:
-    """How much has been recomputed ahead of its gradient."""
+    """Return how often something was recomputed ahead of its gradient."""
     from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
     context = running("recompute-ahead")
@@ -131,21 +131,21 @@ def ahead() -> int:
 
 
 def compiled() -> list[str]:
-    """Regions that run compiled, all that have run."""
-    found = regions.regions()
-    assert not [each.failure for each in found if each.failure]
-    return [each.name for each in found if each.compilations]
+    """Return the regions that ran compiled; none may have failed."""
+    every_region = regions.regions()
+    assert not [each.failure for each in every_region if each.failure]
+    return [each.name for each in every_region if each.compilations]
 
 
 def compiled_latent_attention() -> dict[str, Any]:
-    """A step of a dense model with latent attention by head, and which regions ran compiled."""
+    """Run a step of a dense model with latent attention by head; add the compiled regions."""
     with regions.operator_by_operator():
-        found = dense.step(attention="latent", more={"compile_regions": True})
-        return {**found, "compiled": compiled(), "at work": at_work()}
+        result = dense.step(attention="latent", more={"compile_regions": True})
+        return {**result, "compiled": compiled(), "at work": at_work()}
 
 
 def reported_losses() -> dict[str, Any]:
-    """Indexer losses of two layers of the decoder and two of multi-token prediction, as they are tracked."""
+    """Return the tracked indexer losses of two decoder layers and two MTP layers."""
     with job_of_any_release(1, 0):
         job.start()
         model = tiny.gpt_model(tiny.config(**TWO_AND_MTP))
@@ -154,7 +154,7 @@ def reported_losses() -> dict[str, Any]:
 
 
 def steps(switches: Mapping[str, Any] | None = None) -> Iterator[list[float]]:
-    """Losses of the microbatches of two training steps, each step as soon as it is done."""
+    """Yield the microbatch losses of two training steps, step by step."""
     with job_of_any_release(1, 0):
         job.start(switches)
         cfg = tiny.config(**MODEL)
@@ -165,12 +165,12 @@ def steps(switches: Mapping[str, Any] | None = None) -> Iterator[list[float]]:
 
 
 def two_steps(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """:func:`steps`, and what was at work."""
+    """Return the losses of :func:`steps`, and the active features."""
     return {"losses": list(steps(switches)), "at work": at_work()}
 
 
 def extended(**arguments: Any) -> dict[str, Any]:
-    """:func:`step` in the layout that ``--moe-tp-extend-ep`` makes of a job's arguments."""
+    """Run :func:`step` in the layout that ``--moe-tp-extend-ep`` derives from a job's arguments."""
     args = SimpleNamespace(
         tensor_model_parallel_size=2,
         expert_model_parallel_size=1,
@@ -191,7 +191,7 @@ def extended(**arguments: Any) -> dict[str, Any]:
 
 
 def indexer_learns(steps: int) -> dict[str, Any]:
-    """Indexer losses of the warm-up stage, and whether anything but indexers has gradients."""
+    """Train in the warmup stage; return the indexer losses and the parameters with gradients."""
     with job_of_any_release(1, 0):
         job.start({"dsa_stage": "warmup"})
         model = tiny.gpt_model(tiny.config(**MODEL))
@@ -208,7 +208,7 @@ def indexer_learns(steps: int) -> dict[str, Any]:
 
 
 def stage_after_stage(**arguments: Any) -> list[dict[str, Any]]:
-    """A job that goes from stage to stage by its checkpoints."""
+    """Run a job from stage to stage, through its checkpoints."""
     with (
         job_of_any_release(1, 0),
         mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
@@ -218,24 +218,24 @@ def stage_after_stage(**arguments: Any) -> list[dict[str, Any]]:
 
 
 def beside(case: str, **arguments: Any) -> dict[str, Any]:
-    """Another case of these tests, and which features were at work in it."""
+    """Run another module's case, and add the active features."""
     module, _, name = case.partition(":")
     with mock.patch.object(tiny, "config", tiny.config_with_experts):
         return {"found": getattr(import_module(module), name)(**arguments), "at work": at_work()}
 
 
-# -- weights that FSDP2 shards, with Megatron's optimizer ---------------------------------------
+# -- weights sharded by FSDP2, with Megatron's optimizer ----------------------------------------
 
 STEPS = 2
 
 
 def train_sharded(switches: Mapping[str, Any] | None = None, pp: int = 1, ep: int = 1) -> dict[str, Any]:
-    """Return losses and norms of all steps, gradients of the first one, and what FSDP2 did.
+    """Return losses and norms of all steps, gradients of the first, and FSDP2's activity.
 
     Weights are whole or sharded by FSDP2.
 
     Returns:
-        ``gathered ahead``: units' weights that were gathered, or on their way, when the first layer began.
+        Results; ``gathered ahead`` counts the units whose gather had begun when the first layer started.
     """
     switches = dict(switches or {})
     overrides = {**MODEL, "pipeline_model_parallel_size": pp, "expert_tensor_parallel_size": 1}
@@ -268,35 +268,36 @@ def train_sharded(switches: Mapping[str, Any] | None = None, pp: int = 1, ep: in
 
 @contextlib.contextmanager
 def _before_the_first_layer(model: torch.nn.Module, counts: Counter[str]) -> Iterator[list[int]]:
-    """How many gathers had been started whenever this rank's first layer began."""
-    found: list[int] = []
+    """Record the number of gathers started before each run of this rank's first layer."""
+    gathers: list[int] = []
 
     def note(*unused: Any) -> None:
-        found.append(counts[memory_events.GATHERED])
+        gathers.append(counts[memory_events.GATHERED])
 
     layers: Any = model.module.decoder.layers
     handle = layers[0].register_forward_pre_hook(note)
     try:
-        yield found
+        yield gathers
     finally:
         handle.remove()
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Whole ones by their names in a model on one rank, put together from all shards."""
-    found = {}
+    """Return whole gradients, gathered from all shards, under single-rank names."""
+    gradients = {}
     for name, parameter in job.global_names(model).items():
         if isinstance(parameter, DTensor):
-            found[name] = _put_together(parameter.grad, getattr(parameter, "allreduce", True))
+            gradients[name] = _put_together(parameter.grad, getattr(parameter, "allreduce", True))
         else:
-            found[name] = parameter.main_grad.clone()
-    return found
+            gradients[name] = parameter.main_grad.clone()
+    return gradients
 
 
 def _put_together(shard: Any, dense: bool) -> Tensor:
-    """As ``full_tensor()``, which looks for the groups of a mesh like this one that an earlier case had."""
+    """Gather a whole tensor as ``full_tensor()`` does."""
     from megatron.core import parallel_state
 
+    # full_tensor() would look up the groups of an equal mesh that an earlier case had.
     group = (
         parallel_state.get_data_parallel_group(with_context_parallel=True)
         if dense

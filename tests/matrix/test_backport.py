@@ -1,4 +1,4 @@
-"""DSA on releases of Megatron-core that have none, for real."""
+"""DSA in real training on Megatron-core releases that have none."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_interleaved_pipeline(pool):
 def test_data_parallel(pool, plain):
     ranks = pool.run(STEP, 2, num_microbatches=1)
     assert ranks[0]["gradients"].keys() == ranks[1]["gradients"].keys()
-    # Two ranks with one microbatch each average what one rank averages over its two.
+    # Two ranks with one microbatch each average the same values as one rank with two.
     assert_same_gradients(ranks[0]["gradients"], plain["gradients"])
 
 
@@ -175,7 +175,7 @@ def test_the_indexer_loss_weighs_the_same_whatever_the_microbatches(pool, plain)
     (result,) = pool.run(STEP, 1, num_microbatches=8, micro_batch_size=1)
     assert_same_gradients(result["gradients"], plain["gradients"])
     (scaled,) = pool.run(STEP, 1, num_microbatches=2, grad_scale=128.0)
-    # The job's loss is not multiplied by the scale, so that only what Megatron scales itself is.
+    # The job's loss is not multiplied by the scale, so only Megatron's own scaling shows.
     indexer = {name: 128 * gradient for name, gradient in plain["gradients"].items() if "indexer" in name}
     assert_same_gradients({name: scaled["gradients"][name] for name in indexer}, indexer)
 
@@ -200,7 +200,7 @@ def test_no_loss_work_without_a_loss(pool, mode):
     assert result["graphs of scores"] == 0
     assert result["tracked"] is None
     if "coefficient" in mode:
-        assert result["indexer gradients"] == [True] * 10  # there, and all zeros
+        assert result["indexer gradients"] == [True] * 10  # present, and all zeros
 
 
 def test_a_checkpoint_comes_back_in_another_layout(pool, tmp_path):
@@ -308,7 +308,7 @@ def test_a_script_that_knows_no_packs_trains_on_them(pool):
     packed = pool.run(f"{PACKS}:scripted_step", 4, tp=2, pp=2, **arguments)
     assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
     if metadata.version("megatron-core").startswith("0.12."):
-        return  # its loss functions add up tokens over context parallel ranks themselves
+        return  # its loss functions sum tokens over context parallel ranks themselves
     for rank in pool.run(f"{PACKS}:scripted_step", 2, cp=2, **arguments):
         assert_same_gradients(rank["gradients"], alone["gradients"], 2e-5)
 

@@ -1,4 +1,4 @@
-"""The fields of a DSA model on every release: who decides them, what is refused, and what they do.
+"""Configuration fields of a DSA model on every release: precedence, refusals, and effect.
 
 Runs on the release of the quick tests, too.
 """
@@ -157,7 +157,7 @@ WAYS = {
 
 
 def computed(pool, name, way):
-    """Hold a step against that of 0.19's own indexer."""
+    """Compare a step with 0.19's own indexer."""
     expected = json.loads(of_0_19.FILE.read_text())["cases"][name]
     overrides = of_0_19.CASES[name]
     if str(versions.of_megatron()) not in SpecifierSet("<0.14"):
@@ -193,7 +193,7 @@ def test_every_option_computes_what_0_19_computes(pool, name, way):
 
 @pytest.mark.releases(">=0.12.1,<0.21", quick=True)
 def test_the_key_norm_in_fp32(pool):
-    """Bf16 in and out, and nothing rounded between."""
+    """Input and output are bf16, with no rounding in between."""
     (norm,) = pool.run(f"{CASES}:key_norm", 1)
     key, weight, bias = (norm[name].double() for name in ("key", "weight", "bias"))
     centred = key - key.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The example job on every release: what two ranks save, one process goes on with."""
+"""The example job on every release: one process resumes the checkpoint of two ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def jobs(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def _needs(layout: str) -> Any:
-    """Optimizers of experts are saved under a name that other layouts read, since 0.14."""
+    """Require 0.14 for EP2: expert optimizer states have had layout-independent names since then."""
     return pytest.param(layout, marks=pytest.mark.releases(">=0.14,!=0.16.*") if layout == "EP2" else ())
 
 
 @pytest.mark.parametrize("layout", map(_needs, LAYOUTS))
 def test_one_process_goes_on_as_two_ranks_do(layout: str, jobs: JobServer, tmp_path: Path) -> None:
-    """From the checkpoint that they have written after two of four steps."""
+    """Losses and norms after a resume at step 2 of 4 do not depend on the number of ranks."""
     flags, saved = LAYOUTS[layout].split(), tmp_path / "saved"
     _train(jobs, saved, "--train-iters", "2", "--lr-decay-iters", "4", *flags, ranks=2)
     further = ["--load", str(saved / "checkpoints"), "--train-iters", "4", "--lr-decay-iters", "4"]
@@ -46,7 +46,7 @@ def test_one_process_goes_on_as_two_ranks_do(layout: str, jobs: JobServer, tmp_p
         for run in ("two", "one")
     )
     assert len(two) == 2
-    # Experts and keys may be chosen otherwise by the last bit in a model this small.
+    # In a model this small, the last bit can change the selection of experts and keys.
     assert one == [pytest.approx(step, rel=1e-3) for step in two]
 
 

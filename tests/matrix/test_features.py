@@ -1,6 +1,6 @@
-"""Each feature in each layout that it is for, on the release that is installed: the training that stock has.
+"""Each feature trains as stock does in each of its layouts, on the installed release.
 
-What these cases find is the record that `make test-matrix` keeps (``record.py``).
+``make test-matrix`` records the results (``record.py``).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Case:
     """A feature in a layout.
 
     Attributes:
-        feature: its name.
-        layout: of :data:`LAYOUTS`.
-        switches: for ``mindspeed_dsa.enable``.
-        event: what is counted with the feature, and not without it.
-        overrides: of the configuration, on both sides.
-        megatrons: of the configuration, with the feature: Megatron's own switch.
-        rtol: how far gradients may be from those without, as a share of the largest; 0 for the same bits.
-        name: of the layout in the record, where a model of it has something of its own.
+        feature: name of the feature.
+        layout: key of :data:`LAYOUTS`.
+        switches: arguments of ``mindspeed_dsa.enable``.
+        event: counter that only the feature increments.
+        overrides: configuration overrides on both sides.
+        megatrons: Megatron's own switch, set in the configuration together with the feature.
+        rtol: tolerance of gradients, relative to the largest entry; 0 requires equal bits.
+        name: layout's name in the record, if it is another.
     """
 
     feature: str
@@ -159,14 +159,14 @@ SWITCHED = (
 
 
 MOVED_ELSEWHERE = ("moe-expert-placement", "dualpipev")
-"""Features with which experts, or layers, are on other ranks."""
+"""Features that move experts or layers to other ranks."""
 
 
 def run(pool: Any, layout: str, **arguments: Any) -> list[dict[str, Any]]:
-    """What each rank found; the same run is made once."""
+    """Return each rank's result; equal runs are made only once."""
     sizes = {"num_microbatches": 2, "micro_batch_size": 2, **LAYOUTS[layout], **arguments}
     if layout == "EP2":
-        sizes["num_microbatches"] = 1  # two ranks have the batch of one
+        sizes["num_microbatches"] = 1  # two ranks share the batch of one
     if "x EP2" in layout:
         sizes["num_microbatches"] = 4  # pairs of them, on each rank
     ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
@@ -178,7 +178,7 @@ def run(pool: Any, layout: str, **arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", SWITCHED, ids=str)
 def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> None:
-    """Megatron's own, or for DSA on old releases that of the backport."""
+    """The reference is Megatron's own step, or the backport's for DSA on old releases."""
     paths = {"FILE": str(tmp_path / "placement.json"), "FOLDER": str(tmp_path / "written")}
     switches = {name: paths.get(str(value), value) for name, value in case.switches.items()}
     if note.begins(case.name or case.layout, case.feature, switches=switches):
@@ -195,7 +195,7 @@ def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> 
 def assert_same(
     ours: Sequence[Any], theirs: Sequence[Any], rtol: float = 0.0, anywhere: bool = False
 ) -> None:
-    """Losses and gradients of every rank, or of experts wherever they are."""
+    """Compare losses and gradients of every rank, or of experts on whichever rank they are."""
     for having, without in zip(ours, theirs, strict=True):
         assert having["losses"] == pytest.approx(without["losses"], rel=rtol / 10, abs=0)
     sides = [[rank["gradients"] for rank in ranks] for ranks in (ours, theirs)]
@@ -210,12 +210,12 @@ def assert_same(
 
 
 def together(ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Gradients of experts of all ranks, and of what each has as a whole."""
+    """Merge the gradients of the experts of all ranks and of replicated parameters."""
     return {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
 
 
 def happened(case: Case, ranks: Sequence[Any], folder: Path) -> bool:
-    """Whether a feature did what it is for."""
+    """Return whether the feature did its work."""
     if case.event == "files":
         return all(list(folder.glob(f"written/*{rank:05d}.json")) for rank in range(len(ranks)))
     if case.event == "ahead":
@@ -290,7 +290,7 @@ def test_compiled_regions_of_absorbed_attention(
 
 @pytest.mark.releases(">=0.16")
 def test_compiled_regions_of_attention_by_head(pool: Any, note: Note) -> None:
-    """Dense models have it on every release."""
+    """Dense models have this form on every release."""
     note.begins("one process", "compile-regions")
     (theirs,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
     (ours,) = pool.run(f"{STEPS}:compiled_latent_attention", 1)
@@ -302,15 +302,15 @@ def test_compiled_regions_of_attention_by_head(pool: Any, note: Note) -> None:
 
 def test_layers_of_multi_token_prediction_report_losses_of_their_own(pool: Any, note: Note) -> None:
     note.begins("one process", "dsa-repairs")
-    (found,) = pool.run(f"{STEPS}:reported_losses", 1)
-    assert len(found["losses"]) == 4
-    assert all(loss > 0 for loss in found["losses"])
-    note.trained([found])
+    (result,) = pool.run(f"{STEPS}:reported_losses", 1)
+    assert len(result["losses"]) == 4
+    assert all(loss > 0 for loss in result["losses"])
+    note.trained([result])
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2 x VPP2", "EP2"])
 def test_dsa_as_in_one_process(pool: Any, note: Note, layout: str) -> None:
-    """What is on by default where a model uses DSA."""
+    """Features that are on by default with DSA match one process."""
     _, on = session.resolve(DSA, ())
     note.begins(layout, *(feature.name for feature in on))
     (alone,) = run(pool, "one process")
@@ -366,20 +366,20 @@ def test_deepseeks_layout(pool: Any, note: Note, field: str) -> None:
 def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
     if note.begins("one process", "dsa-warmup", switches={"dsa_stage": "warmup"}):
         return
-    (found,) = pool.run(f"{STEPS}:indexer_learns", 1, steps=4)
-    assert found["losses"][-1] < 0.9 * found["losses"][0]
-    assert len(found["trained"]) == 4 * 5
-    assert all(".indexer." in name for name in found["trained"])
-    note.trained([found])
+    (result,) = pool.run(f"{STEPS}:indexer_learns", 1, steps=4)
+    assert result["losses"][-1] < 0.9 * result["losses"][0]
+    assert len(result["trained"]) == 4 * 5
+    assert all(".indexer." in name for name in result["trained"])
+    note.trained([result])
 
 
 @pytest.mark.parametrize(
     ("layout", "sizes", "ahead", "experts"),
-    # Gathers until the first layer begins: embedding and final norm where they are, its own, two more units.
+    # Gathers before the first layer begins: embedding and final norm if present, its own, two more units.
     [
         ("DP2", {}, [5, 5], False),
         ("PP2 x EP2", {"pp": 2, "ep": 2}, [3, 3, 4, 4], False),
-        # And the experts of the layer that has some.
+        # Plus the experts of the layer that has them.
         ("EP2 x EDP2, experts sharded", {"ep": 2}, [6, 6, 6, 6], True),
     ],
 )
@@ -406,7 +406,7 @@ def test_weights_that_fsdp2_shards(
 
 
 def test_a_hang(pool: Any, note: Note, tmp_path: Path) -> None:
-    """A rank comes late to its group's first message, and is missed."""
+    """The record names a rank that is late for its group's first message."""
     switches = {"record_collectives": str(tmp_path)}
     if note.begins("PP2", "record-collectives", switches=switches):
         return
@@ -415,7 +415,7 @@ def test_a_hang(pool: Any, note: Note, tmp_path: Path) -> None:
     theirs = pool.run(f"{STEPS}:beside", 2, case=step, **sizes)
     ours = pool.run(f"{STEPS}:beside", 2, **late, step=step, **sizes)
     assert_same(*([rank["found"] for rank in ranks] for ranks in (ours, theirs)))
-    # On a busy machine records are of two moments, and the rank that waited has gone on to another group.
+    # On a busy machine the records are from two moments: the waiting rank may be in another group by then.
     waits = find(collectives.read(tmp_path)).waits
     assert waits[0].group.kinds == ("PP",)
     assert {wait.missing for wait in waits} == {(late_ranks.LATE,)}

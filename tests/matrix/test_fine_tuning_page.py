@@ -1,4 +1,4 @@
-"""Blocks of docs/fine-tune-glm-5.md, in order, on a tiny model: flags, training, export and a question."""
+"""Blocks of docs/fine-tune-glm-5.md in order, on a tiny model: flags, training, export, a question."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUT = """LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel --expert-
     --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 5)
 """
-"""In the place of 64 devices, and with what has no kernels on a CPU; later flags win."""
+"""Replaces the page's 64 devices, and everything that has no CPU kernel; later flags win."""
 TOKENS = 256
 
 

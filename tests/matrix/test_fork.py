@@ -1,4 +1,4 @@
-"""A fork of the whole of an old Megatron-core whose root package has another name, with a training loop."""
+"""A fork of an old Megatron-core under another root package name, with a training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation behind frozen modules: every weight that learns gets the gradient that it has without."""
+"""Recomputation behind frozen modules: trainable weights get the same gradients as without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 
 def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
-    """A step of a model whose weights are frozen that have one of these parts in their names."""
+    """Train one step; parameters whose names contain one of ``frozen`` are frozen."""
     build = tiny.gpt_model
 
     def gpt_model(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
 
 
 def transformer_engine() -> Any:
-    """Stand for what ``CheckpointWithoutOutput`` takes from Transformer Engine, in jobs without fp8."""
+    """Patch in the Transformer Engine names that ``CheckpointWithoutOutput`` uses, without fp8."""
     from megatron.core.tensor_parallel import random
 
     return mock.patch.multiple(
@@ -99,7 +99,7 @@ AHEAD = {"recompute_in_advance": True}
 )
 def test_what_learns_learns_the_same(pool, frozen, recompute, switches, layout):
     def step(switches, overrides):
-        found = pool.run(
+        ranks = pool.run(
             f"{__name__}:trained",
             2 if layout else 1,
             frozen=frozen,
@@ -108,21 +108,21 @@ def test_what_learns_learns_the_same(pool, frozen, recompute, switches, layout):
             num_microbatches=2,
             **layout,
         )
-        return {**found[-1], "gradients": put_together(found)}
+        return {**ranks[-1], "gradients": put_together(ranks)}
 
     kept = {name: value for name, value in recompute.items() if not name.startswith("recompute")}
     before = step({name: on for name, on in switches.items() if name in FUSED}, kept)
     more = {"mtp_recompute": True} if MTP.keys() <= recompute.keys() else {}
     after = step({**switches, **more}, recompute)
     assert after["losses"] == before["losses"]
-    # The loss of a frozen layer is not computed again.
+    # A frozen layer's indexer loss is not recomputed.
     if any("decoder.layers.0" in name for name in before["gradients"]):
         assert after["indexer loss"] == before["indexer loss"]
     assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-6)
 
 
 def twice(function, _, *args):
-    """Megatron's checkpoint, without its generators."""
+    """Call torch's checkpoint in place of Megatron's, which saves generator states."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)
 
 
@@ -147,7 +147,7 @@ def test_what_does_not_learn_is_not_computed_again(learns):
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_outputs_that_are_discarded(monkeypatch, learns):
-    """Megatron's own class, which would give outputs that want no gradient and cannot be computed again."""
+    """Megatron's own class would return outputs that need no gradient and cannot be recomputed."""
     from megatron.core.tensor_parallel import random
 
     whole = random.CheckpointWithoutOutput.checkpoint
@@ -170,25 +170,25 @@ def test_outputs_that_are_discarded(monkeypatch, learns):
         checkpoint.discard_output_and_register_recompute(consumed)
         assert not any(output.untyped_storage().nbytes() for output in outputs)
         consumed.square().sum().backward()
-    found = [each.grad for each in (*layer.parameters(), *after.parameters())]
+    gradients = [each.grad for each in (*layer.parameters(), *after.parameters())]
     again = after(layer(rows)) * after(frozen(rows))
     weights = [each for each in (*layer.parameters(), *after.parameters()) if each.requires_grad]
     expected = torch.autograd.grad(again.square().sum(), weights)
-    assert all(torch.equal(a, b) for a, b in zip(found[2 * (not learns) :], expected, strict=True))
-    assert found[0] is not None if learns else found[0] is None
+    assert all(torch.equal(a, b) for a, b in zip(gradients[2 * (not learns) :], expected, strict=True))
+    assert gradients[0] is not None if learns else gradients[0] is None
     assert not rows.requires_grad
 
 
 def test_inputs_that_want_a_gradient_are_left_alone():
     layer = torch.nn.Linear(4, 4)
-    given = []
+    inputs = []
 
     def keep(function, *args):
-        given.extend(args)
+        inputs.extend(args)
         return function(*args)
 
     rows, wanting = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)
     checkpoint_learning(keep, lambda a, b: layer(a + b), rows, wanting)
     with torch.no_grad():
         checkpoint_learning(keep, layer, rows)
-    assert [each is rows for each in given] == [True, False, True]
+    assert [each is rows for each in inputs] == [True, False, True]

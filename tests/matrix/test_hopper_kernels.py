@@ -1,4 +1,4 @@
-"""Kernels for Hopper compile with the Triton of an environment: budgets are held to one release of it."""
+"""Hopper kernels compile with the environment's Triton; size budgets apply to one Triton release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.releases(">=0.12.1")
 
 @pytest.mark.timeout(300)
 def test_kernels_for_hopper_compile(tmp_path: Path) -> None:
-    """Where one does not, nobody's attention runs on Triton: a backend has all of its kernels or none."""
+    """If one kernel fails, attention never runs on Triton: a backend has all of its kernels or none."""
     pytest.importorskip("triton", minversion="3.7", reason="kernels for Hopper need Triton 3.7")
     done = warm.run(
         [sys.executable, "-m", "tests.ops.compile_kernels", "--target", "90", "--dtype", "bf16", "--quick"],

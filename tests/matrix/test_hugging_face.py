@@ -1,4 +1,4 @@
-"""Models of Megatron with this library compute what those of Hugging Face's transformers do."""
+"""Megatron models with this library compute the same as Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
 STEP = "tests.matrix.hugging_face:step"
 BOUND = 1e-4
-"""Largest difference of logits, and of gradients as a share of the largest of their tensor."""
+"""Largest difference of logits, and of gradients relative to their tensor's largest entry."""
 FORMS = {
     "absorbed": {"use_fused_dsa": True, "use_dsa_absorb": True},
     "by head": {"use_fused_dsa": True, "use_dsa_absorb": False},
@@ -38,7 +38,7 @@ DENSE_ATTENTION = {
     "transformer_impl": "local",
 }
 GLM_5_2 = Model(GLM, 8, frequency=4, offset=3)
-"""The first layers of GLM-5.2, of which 1, 2, 3 and 7 select."""
+"""The first layers of GLM-5.2; layers 1, 2, 3 and 7 select keys."""
 SHARING = [
     *(Model(GLM, 8, 2, offset) for offset in range(4)),
     *(Model(GLM, 8, 4, offset) for offset in range(3)),
@@ -53,7 +53,7 @@ of_transformers = cache(hugging_face.of_transformers)
 
 
 def cases() -> Iterator[Any]:
-    """Yield every model in every form; a few of them are for the quick tests."""
+    """Yield every model in every form; the quick tests run a few of them."""
     for model in (*WITHOUT_SHARING, *SHARING):
         for form in FORMS:
             quick = "MATRIX_RECORD" in os.environ or (model in QUICK and form != "Megatron's")
@@ -68,7 +68,7 @@ def test_one_process(pool: Any, model: Model, form: str) -> None:
 @pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shared_selections_on_two_ranks(pool: Any, layout: str) -> None:
-    """The second stage of a pipeline begins with a layer that selects."""
+    """The second pipeline stage begins with a selecting layer."""
     model, switches = Model(GLM, 8, 2, 1), {**FORMS["absorbed"]}
     if layout == "CP2":
         switches["context_parallel_size"] = 2
@@ -77,7 +77,7 @@ def test_shared_selections_on_two_ranks(pool: Any, layout: str) -> None:
 
 
 def assert_same(model: Model, ranks: list[dict[str, Any]], context_parallel: bool = False) -> None:
-    """Compare logits, and gradients of all but the indexers, whose loss transformers lacks."""
+    """Compare logits, and gradients except the indexers', whose loss transformers lacks."""
     gradients = put_together(ranks[:1] if context_parallel else ranks)
     biases = {name for rank in ranks for name in rank["biases"]}
     theirs = of_transformers(model)
@@ -95,7 +95,7 @@ def assert_same(model: Model, ranks: list[dict[str, Any]], context_parallel: boo
     assert all(gradients[name].any() for name in indexer)
 
 
-# -- weights read from the files that transformers writes ----------------------------------------
+# -- weights loaded from transformers' files ---------------------------------------------------------
 
 READ = {
     "one process": {},
@@ -114,7 +114,7 @@ QUICK_READ = ("TP2+SP, EP2",)
     "layout", [name if name in QUICK_READ else pytest.param(name, marks=pytest.mark.full) for name in READ]
 )
 def test_every_rank_reads_what_it_holds(pool: Any, tmp_path: Path, kind: str, layout: str) -> None:
-    """All of the model's weights are NaN before they are read."""
+    """All weights of the model are NaN before loading."""
     model = Model(kind, 8, *((2, 1) if kind == GLM else ()))
     hugging_face.of_transformers(model, tmp_path)
     sizes = READ[layout]
@@ -127,7 +127,7 @@ def test_every_rank_reads_what_it_holds(pool: Any, tmp_path: Path, kind: str, la
 
 
 def test_biases_of_routers_are_not_rounded(pool: Any, tmp_path: Path) -> None:
-    """Before 0.14 Megatron's wrapper for half precision leaves them in bf16 until the first step."""
+    """Before 0.14, Megatron's half precision wrapper keeps them in bf16 until the first step."""
     model = Model(DEEPSEEK)
     hugging_face.of_transformers(model, tmp_path)
     (biases,) = pool.run("tests.matrix.hugging_face:biases_in_bf16", 1, model=model, folder=str(tmp_path))
@@ -140,7 +140,7 @@ def test_biases_of_routers_are_not_rounded(pool: Any, tmp_path: Path) -> None:
 
 
 def test_all_ranks_refuse_numbers_that_are_not_finite(pool: Any, tmp_path: Path) -> None:
-    """With TP2 the second rank alone reads the last rows."""
+    """With TP2 only the second rank reads the last rows."""
     model, name = Model(DENSE), "model.layers.0.self_attn.q_b_proj.weight"
     hugging_face.of_transformers(model, tmp_path)
     tensors = hugging_face.read_files(tmp_path)
@@ -155,7 +155,7 @@ def test_all_ranks_refuse_numbers_that_are_not_finite(pool: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", [pytest.param(DENSE, marks=pytest.mark.full), GLM])
 def test_an_import_is_exported_again(tmp_path: Path, kind: str) -> None:
-    """The checkpoint itself says which model it is of, wherever this release keeps that."""
+    """The checkpoint itself names its model, wherever this release stores that."""
     hugging_face.of_transformers(Model(kind, 8, *((2, 1) if kind == GLM else ())), tmp_path / "files")
     steps = (("import", "files", "checkpoints"), ("export", "checkpoints", "again"))
     for command, source, target in steps:
@@ -167,14 +167,14 @@ def test_an_import_is_exported_again(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-# -- the rule: which layers select --------------------------------------------------------------
+# -- the rule for the layers that select ------------------------------------------------------------
 
 RULES = list(itertools.product((1, 2, 3, 4, 5), range(8)))
 LAYERS = range(1, 13)
 
 
 def test_the_rule_is_that_of_hugging_face() -> None:
-    """In its counting, from 0; with offset 0 its first layer has nothing to share, and is not compared."""
+    """Layers count from 0 there. Offset 0 is passed as 1: the first layer cannot share."""
     from transformers import GlmMoeDsaConfig
 
     for frequency, offset in RULES:

@@ -1,4 +1,4 @@
-"""Our kernel backend under Megatron-core 0.19, for real."""
+"""Our kernel backend in real training under Megatron-core 0.19."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.releases(">=0.19")
 
 CASE = "tests.matrix.kernel_steps"
 LATENT = 16
-"""Width of the model's absorbed queries without their rotary part, which has 8."""
+"""Width of the model's absorbed queries without their 8 rotary dimensions."""
 ON = {"use_fused_dsa": True}
 ALONE = {
     "use_fused_lightning_indexer": {"run_fused_qk_topk"},
@@ -89,7 +89,7 @@ def test_without_the_attention_the_loss_comes_from_its_own_hook(pool):
 
 @pytest.mark.parametrize("switch", [None, *sorted(ALONE)])
 def test_layers_that_share_a_choice(pool, switch):
-    """Where all parts are ours, attention runs without asking for hooks; else Megatron asks one by one."""
+    """If all parts are ours, attention runs without calling hooks; otherwise Megatron calls them."""
     overrides = {"dsa_indexer_topk_freq": 2, "dsa_indexer_loss_coeff": 0.0}
     result = step(pool, ON if switch is None else {switch: True}, overrides)
     assert {name for name, count in result["taken"].items() if count} == ALONE.get(switch, set())
@@ -127,7 +127,7 @@ def test_context_parallel_ranks_have_the_gradients_and_the_loss_of_one(pool, cp,
     case = f"{CASE}:context_parallel_training"
     (expected,) = pool.run(case, 1, cp=1, **arguments)
     for rank in pool.run(case, cp, cp=cp, **arguments):
-        # Where all parts are ours, attention runs on gathered keys without asking for hooks.
+        # If all parts are ours, attention runs on gathered keys without calling hooks.
         assert any(rank["taken"].values()) == ("use_fused_sparse_flash_attention" in switches)
         assert_same_gradients(rank["gradients"], expected["gradients"])
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
@@ -150,12 +150,12 @@ UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]
 def test_keys_gathered_behind_the_projections(pool, overrides, layout):
     case, ranks = f"{CASE}:context_parallel_training", 2 * layout.get("tp", 1)
     (expected,) = pool.run(case, 1, cp=1, switches=ON, overrides=overrides)
-    found = pool.run(case, ranks, cp=2, switches=ON, overrides=overrides, **layout)
+    results = pool.run(case, ranks, cp=2, switches=ON, overrides=overrides, **layout)
     begins = ["start 24", "start 16"] if overrides is not CORE else ["start 24", "take 24", "start 16"]
-    for rank in found:
+    for rank in results:
         assert rank["gathers"][: len(begins)] == begins
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
-    first = [rank for rank in found if rank["context"] == 0]
+    first = [rank for rank in results if rank["context"] == 0]
     assert_same_gradients(put_together(first), expected["gradients"])
 
 
@@ -163,17 +163,17 @@ def test_keys_gathered_behind_the_projections(pool, overrides, layout):
 def test_keys_gathered_in_two_parts(pool, layout):
     case, ranks = f"{CASE}:context_parallel_training", 2 * layout.get("tp", 1)
     (expected,) = pool.run(case, 1, cp=1, switches=ON)
-    found = pool.run(f"{case}_in_parts", ranks, cp=2, switches=ON, **layout)
-    for rank in found:
+    results = pool.run(f"{case}_in_parts", ranks, cp=2, switches=ON, **layout)
+    for rank in results:
         assert rank["gathers"][:3] == [f"start {LATENT}", "start 8", "start 16"]
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
-    first = [rank for rank in found if rank["context"] == 0]
+    first = [rank for rank in results if rank["context"] == 0]
     assert_same_gradients(put_together(first), expected["gradients"])
 
 
 @pytest.mark.parametrize("overrides", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
 def test_megatrons_own_indexer_has_the_gradients_of_one_rank(pool, overrides):
-    """Without the repair those of two ranks are twice as large, unless per token."""
+    """Without the repair, gradients of two ranks are twice as large, except with per-token loss."""
     arguments = {"overrides": overrides, "ddp": {"average_in_collective": False}}
     case = f"{CASE}:context_parallel_training"
     (expected,) = pool.run(case, 1, cp=1, switches={}, **arguments)
@@ -206,7 +206,7 @@ def test_packed_sequences_do_not_see_each_other(pool, sparse_loss):
 
 
 def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
-    """This release's own code describes the rows; a script hands on no lengths."""
+    """This release describes the rows itself, and the script passes no lengths."""
     packs = "tests.features.attention.packs.documents"
     (packed,), (alone,) = (
         pool.run(f"{packs}:one_pass", 1, packed=each, padding=0, overrides={"dsa_indexer_n_heads": 16})

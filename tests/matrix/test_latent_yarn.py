@@ -1,4 +1,4 @@
-"""YaRN of latent attention by flags: its frequencies against the formula, and what is refused.
+"""YaRN flags of latent attention: frequencies follow the formula, and bad arguments are refused.
 
 Runs on the release of the quick tests, too.
 """
@@ -25,11 +25,11 @@ KIMI = {"yarn_beta_fast": 1.0, "yarn_beta_slow": 1.0}
 
 
 def frequencies(size: int, base: float, factor: float, original: float, fast: float, slow: float):
-    """YaRN's frequencies of ``size`` rotary dimensions, fp64 ``[size / 2]`` (arXiv 2309.00071, section 3.2).
+    """Return YaRN's frequencies, fp64 ``[size / 2]`` (arXiv 2309.00071, section 3.2).
 
     A dimension turns ``original * base^(-2i/size) / 2 pi`` times within the original length. Above ``fast``
-    turns its frequency stays, below ``slow`` ones it is divided by the factor, with a ramp between, whose
-    ends are whole numbers, as DeepSeek's code has them.
+    turns its frequency is kept, and below ``slow`` turns it is divided by the factor. A linear ramp connects
+    both; its ends are whole dimensions, as in DeepSeek's code.
     """
 
     def dimension(turns: float) -> float:
@@ -55,10 +55,10 @@ def test_frequencies_are_those_of_the_formula(pool, switches, said):
     if LACKS_ORIGINAL and switches is GLM:
         pytest.skip("this release reads --max-position-embeddings")
     overrides = {"qk_pos_emb_head_dim": 16, "rotary_scaling_factor": 40.0, "rotary_base": 10000}
-    (found,) = pool.run(f"{CASES}:angles", 1, switches=switches, overrides=overrides)
+    (angles,) = pool.run(f"{CASES}:angles", 1, switches=switches, overrides=overrides)
     expected = frequencies(16, 10000, 40, *said)
     for part in ("main", "indexer"):
-        torch.testing.assert_close(found[part], expected.repeat(2), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(angles[part], expected.repeat(2), rtol=1e-5, atol=1e-7)
     if switches:
         stock = frequencies(16, 10000, 40, 4096, 32, 1)
         assert not torch.allclose(expected, stock, rtol=1e-3), "the case tells them apart"

@@ -1,4 +1,4 @@
-"""Megatron's local modules without Transformer Engine and Apex, nothing switched on, on any release."""
+"""Megatron's local modules without Transformer Engine and Apex, on any release, with no feature on."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_a_model_that_needs_transformer_engine_says_so(pool, function, arguments
     )
 
 
-# -- what the ranks do --------------------------------------------------------------------------
+# -- functions that the ranks run -----------------------------------------------------------------
 
 
 def step(tp: int = 1, norm: dict[str, Any] = LAYER_NORM) -> dict[str, Any]:
-    """Losses, gradients and weights of a training step with the distributed optimizer."""
+    """Return losses, gradients and weights of a training step with the distributed optimizer."""
     _start(tp)
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -90,7 +90,7 @@ def step(tp: int = 1, norm: dict[str, Any] = LAYER_NORM) -> dict[str, Any]:
     job.fill_by_name(model)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     chunk = DistributedDataParallel(config, ddp, model)
-    # A step as smooth as this does not depend on the sign of gradients that are all but zero.
+    # A step as smooth as this does not depend on the sign of gradients near zero.
     settings = OptimizerConfig(optimizer="adam", lr=1e-2, adam_eps=1e-2, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(settings, [chunk])
     config.finalize_model_grads_func = finalize_model_grads
@@ -115,7 +115,7 @@ def step(tp: int = 1, norm: dict[str, Any] = LAYER_NORM) -> dict[str, Any]:
 
 
 def transformer_engine(name: str, **arguments: Any) -> None:
-    """A specification of modules that are not installed."""
+    """Build a spec whose modules are not installed."""
     _start()
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig

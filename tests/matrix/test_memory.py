@@ -1,4 +1,4 @@
-"""Memory features on the release that is installed: the same training bit for bit, on and off."""
+"""Memory features on the installed release: training is equal bit for bit, on and off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVERLAP = {**DISTRIBUTED, "overlap": True}
 
 
 def assert_only(counts, *features):
-    """What a feature does was done where it is on, and nowhere else."""
+    """Check that the listed features were active, and no others."""
     assert {name for name, event in EVENTS.items() if event in counts} == set(features)
 
 
@@ -54,7 +54,7 @@ def test_optimizers(pool, note, feature, ranks, options):
 
 
 def test_buckets_that_are_gathered_during_the_step(pool):
-    """As on an accelerator: each as soon as its weights are updated, and not again at Megatron's call."""
+    """As on an accelerator, a bucket is gathered once its weights are updated, and only then."""
     off = pool.run(f"{__name__}:optimizer_steps", 2, **DISTRIBUTED)
     switches = FEATURES["swap-optimizer"]
     on = pool.run(f"{__name__}:optimizer_steps", 2, switches=switches, early=True, **DISTRIBUTED)
@@ -67,7 +67,7 @@ def test_buckets_that_are_gathered_during_the_step(pool):
 
 @pytest.mark.parametrize("feature", OPTIMIZERS)
 def test_checkpoints(pool, tmp_path, feature):
-    """Saved with the feature and read without, and the other way around."""
+    """A checkpoint saved with the feature loads without it, and the other way around."""
     options = {"steps": 2, "distributed": True}
     whole = pool.baseline(f"{__name__}:optimizer_steps", 2, **{**options, "steps": 4})
     for number, (before, after) in enumerate(((FEATURES[feature], {}), ({}, FEATURES[feature]))):
@@ -75,8 +75,8 @@ def test_checkpoints(pool, tmp_path, feature):
         folder.mkdir()
         save, load = {"save": str(folder)}, {"load": str(folder)}
         pool.run(f"{__name__}:optimizer_steps", 2, switches=before, folders=save, **options)
-        found = pool.run(f"{__name__}:optimizer_steps", 2, switches=after, folders=load, first=2, **options)
-        for expected, result in zip(whole, found, strict=True):
+        resumed = pool.run(f"{__name__}:optimizer_steps", 2, switches=after, folders=load, first=2, **options)
+        for expected, result in zip(whole, resumed, strict=True):
             for what in ("weights", "masters", "moments"):
                 assert result[what] == expected[what], what
             assert result["records"] == expected["records"][2:]
@@ -104,17 +104,17 @@ def test_layers(pool, note, feature, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatrons_recomputed_norms(pool, name):
-    """Its own module, without Transformer Engine."""
+    """Covers Megatron's own module, without Transformer Engine."""
     layout = LAYOUTS[name]
     ranks = layout.get("tp", 1) * layout.get("pp", 1)
     layers = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
     modules = {"recompute_modules": ["layernorm"]}
-    own = {**layers, "recompute_granularity": "selective", **modules}
+    selective = {**layers, "recompute_granularity": "selective", **modules}
     off = pool.baseline(
         f"{__name__}:layer_step", ranks, switches={}, overrides=layers, num_microbatches=2, **layout
     )
     on = pool.run(
-        f"{__name__}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout
+        f"{__name__}:layer_step", ranks, switches=modules, overrides=selective, num_microbatches=2, **layout
     )
     for without, having in zip(off, on, strict=True):
         assert having["losses"] == without["losses"]
@@ -172,18 +172,18 @@ def test_megatron_recomputes_no_layer_of_multi_token_prediction(pool):
     assert "unexpected keyword argument 'padding_mask'" in error
 
 
-# -- what the ranks do --------------------------------------------------------------------------
+# -- functions that the ranks run -----------------------------------------------------------------
 
 
 def packed_mtp_step(
     overrides: Mapping[str, Any] | None = None, switches: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Gradients of packs in a model with one layer of multi-token prediction."""
-    own = {**MTP, **(overrides or {})}
-    told = {name: own[name] for name in ("mtp_num_layers", "recompute_granularity") if name in own}
+    """Return the gradients of packs in a model with one MTP layer."""
+    fields = {**MTP, **(overrides or {})}
+    told = {name: fields[name] for name in ("mtp_num_layers", "recompute_granularity") if name in fields}
     result = packs.scripted_step(
         switches={**told, **(switches or {})},
-        overrides={"num_layers": 2, **own},
+        overrides={"num_layers": 2, **fields},
         builder="tests.matrix.model",
         config="config_with_experts",
     )
@@ -193,12 +193,12 @@ def packed_mtp_step(
 def padded_mtp_step(
     padded: bool, overrides: Mapping[str, Any] | None = None, switches: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Loss and gradients with an auxiliary loss of the routers, which a padding mask changes."""
-    own = {**MTP, **(overrides or {})}
-    told = {name: own[name] for name in ("mtp_num_layers", "recompute_granularity") if name in own}
+    """Return loss and gradients with a router auxiliary loss, which a padding mask changes."""
+    fields = {**MTP, **(overrides or {})}
+    told = {name: fields[name] for name in ("mtp_num_layers", "recompute_granularity") if name in fields}
     job.start({**told, **(switches or {})})
     balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-    model = tiny.gpt_model(tiny.config_with_experts(**own, **balanced))
+    model = tiny.gpt_model(tiny.config_with_experts(**fields, **balanced))
     batch = job.samples(4)
     tokens, labels = batch[:, :-1], batch[:, 1:]
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -213,12 +213,12 @@ def padded_mtp_step(
 def optimizer_steps(
     folders: Mapping[str, str] | None = None, early: bool = False, **arguments: Any
 ) -> dict[str, Any]:
-    """As :func:`optimizer_job.train` with the model of any release, and what was counted.
+    """Run :func:`optimizer_job.train` with the model of any release; add the counted events.
 
     Args:
-        folders: where to ``load`` a checkpoint from and ``save`` one to, in the format of the release.
-        early: load and gather as early as where that goes on beside other work.
-        arguments: for that function.
+        folders: folders to ``load`` from and to ``save`` to, in the release's format.
+        early: whether to load and gather as early as on an asynchronous device.
+        arguments: arguments of ``optimizer_job.train``.
     """
     for name, folder in (folders or {}).items():
         arguments[name] = (_format(), folder)
@@ -226,7 +226,7 @@ def optimizer_steps(
         mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
         mock.patch.object(optimizer_job, "gpt_model", tiny.gpt_model),
         mock.patch.object(CpuPlatform, "asynchronous", early),
-        # Megatron-core 0.12 saves shards of tensors with a function that numpy 2 does not have any more.
+        # Megatron-core 0.12 saves tensor shards with a function that numpy 2 removed.
         mock.patch.object(np, "product", np.prod, create=True),
         memory_events.counted() as counts,
         _gathers() as gathers,
@@ -237,29 +237,29 @@ def optimizer_steps(
 
 @contextlib.contextmanager
 def _gathers() -> Iterator[list[Any]]:
-    """The parts of buckets that Megatron has gathered."""
+    """Record the parts of buckets that Megatron gathered."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    found: list[Any] = []
+    buckets: list[Any] = []
     gather = param_and_grad_buffer.dist_all_gather_func
 
     def counting(output: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(output.shape)
+        buckets.append(output.shape)
         return gather(output, *args, **kwargs)
 
     with mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", counting):
-        yield found
+        yield buckets
 
 
 def layer_step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """As :func:`tiny.one_step`, and what was counted."""
+    """Run :func:`tiny.one_step`, and add the counted events."""
     with mock.patch.object(tiny, "config", tiny.config_with_experts), memory_events.counted() as counts:
         result = tiny.one_step(switches, **arguments)
     return {**result, "counts": dict(counts), "at work": at_work()}
 
 
 def _format() -> str:
-    """Of the distributed optimizer's state: what does not depend on the number of ranks."""
+    """Return the checkpoint format that allows another number of ranks."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())

@@ -1,4 +1,4 @@
-"""A MoE layer beside stock on the release that is installed, where its steps and the dispatcher's differ."""
+"""MoE layers compared with stock on the installed release, as their steps differ between releases."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def test_overlapped_alltoalls_beside_stock(pool):
 @pytest.mark.parametrize("switch", [HALVES, MEASURED], ids=["cut", "measured"])
 def test_overlapped_halves_beside_stock(pool, switch):
     for rank in pool.run(f"{__name__}:overlapped", 2, runs=RUNS, switch=switch):
-        for name, found in rank.items():
-            moe.assert_same(found["ours"], found["theirs"])
+        for name, result in rank.items():
+            moe.assert_same(result["ours"], result["theirs"])
             expected = 2 * (18 if name == "layer recomputed" else 12)
-            assert found["launched"] == expected or switch == MEASURED
+            assert result["launched"] == expected or switch == MEASURED
 
 
 @pytest.mark.releases(">=0.14")
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("beside", [{}, SWITCH], ids=["alone", "beside overlap of the whole"])
 def test_halves_of_attention_beside_stock(pool, beside, recomputed):
-    """Each layer attends in halves; two layers with experts, one behind the other."""
+    """Each of two consecutive MoE layers attends in halves."""
     overrides = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], **(WHOLE if recomputed else {})}
     layout = {"overrides": overrides, "num_microbatches": 2, "micro_batch_size": 2, "ep": 2, "etp": 1}
     off, on = (
@@ -84,7 +84,7 @@ def test_halves_of_attention_beside_stock(pool, beside, recomputed):
 
 @pytest.mark.releases(">=0.14")
 def test_halves_beside_recomputed_core_attention(pool):
-    """A part of the indexer loss that is computed in backward is what it is in forward, or none is cut."""
+    """The indexer loss computed in backward equals the one in forward, or the layer is not cut."""
     overrides = {
         "moe_layer_freq": 1,
         "recompute_granularity": "selective",
@@ -104,10 +104,10 @@ def test_halves_beside_recomputed_core_attention(pool):
 def test_moved_experts_beside_stock(pool):
     runs = {name: RUNS[name] for name in ("shared expert", "layer recomputed")}
     for rank in pool.run(f"{__name__}:balanced", 2, runs=runs):
-        for name, found in rank.items():
-            moe.assert_same(found["ours"], found["theirs"])
-            assert len(found["plans"]) == 2 * (2 if name == "layer recomputed" else 1)
-            assert any(found["plans"])
+        for name, result in rank.items():
+            moe.assert_same(result["ours"], result["theirs"])
+            assert len(result["plans"]) == 2 * (2 if name == "layer recomputed" else 1)
+            assert any(result["plans"])
 
 
 @pytest.mark.releases(">=0.14")
@@ -142,7 +142,7 @@ RECOMPUTED = {"layers": WHOLE, "experts": RUNS["layer recomputed"]}
 @pytest.mark.parametrize("recomputed", RECOMPUTED.values(), ids=list(RECOMPUTED))
 @pytest.mark.parametrize("name", ["PP1", "PP2 x VPP2"])
 def test_fb_overlap_recomputes(pool, name, recomputed):
-    """The bits of pairs that keep everything; the dispatch is sent again."""
+    """Results equal pairs without recomputation bit for bit, and the dispatch is sent again."""
     ranks, layout, microbatches, overrides = STEPS[name]
     kept, ours = (
         pool.run(
@@ -169,7 +169,7 @@ def test_fb_overlap_recomputes(pool, name, recomputed):
 
 @pytest.mark.releases(">=0.14")
 def test_fb_overlap_recomputes_in_bubbles(pool):
-    """The same bits, and the same transfers at other times."""
+    """Results are equal bit for bit, with the same transfers at other times."""
     ranks, layout, microbatches, overrides = STEPS["PP2 x VPP2"]
     in_place, ahead = (
         pool.run(
@@ -197,7 +197,7 @@ def test_fb_overlap_recomputes_in_bubbles(pool):
 @pytest.mark.releases(">=0.14")
 @pytest.mark.parametrize("recomputed", [{}, WHOLE], ids=["", "recomputed"])
 def test_fb_overlap_moves_experts(pool, recomputed):
-    """The sums of pairs without."""
+    """Results match pairs without moved experts."""
     ranks, layout, microbatches, overrides = STEPS["PP2 x VPP2"]
     without, moved = (
         pool.run(
@@ -247,28 +247,28 @@ def test_optimizer_state_in_flat_pieces(pool):
     pool.run(f"{GROUPED}:flat_pieces", 2, ep=2, switches=DSA)
 
 
-# -- what the ranks do --------------------------------------------------------------------------
+# -- functions that the ranks run -----------------------------------------------------------------
 
 
 def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
-    """Results of two microbatches with overlapped all-to-alls, and how many transfers were started.
+    """Run two microbatches with overlapped all-to-alls; add the number of launched transfers.
 
     Args:
-        runs: overrides of the configuration, by name.
-        switch: what is switched on.
+        runs: configuration overrides by run name.
+        switch: switches to enable.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, pair in _beside_stock(switch, runs, moe.transfers).items():
-        found[name] = {**pair, "launched": pair["watched"].count("launch")}
-    return found
+        results[name] = {**pair, "launched": pair["watched"].count("launch")}
+    return results
 
 
 def balanced(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The same with hot experts that are moved, and the plans."""
-    found: dict[str, Any] = {}
+    """Run two microbatches with hot experts moved; add the plans."""
+    results: dict[str, Any] = {}
     for name, pair in _beside_stock(ALWAYS, runs, _planned).items():
-        found[name] = {**pair, "plans": pair["watched"]["plans"]}
-    return found
+        results[name] = {**pair, "plans": pair["watched"]["plans"]}
+    return results
 
 
 @contextlib.contextmanager
@@ -293,12 +293,12 @@ def _beside_stock(
     theirs = {name: _train(overrides) for name, overrides in runs.items()}
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(**switches)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, overrides in runs.items():
         with watch() as seen:
             ours = _train(overrides)
-        found[name] = {"ours": ours, "theirs": theirs[name], "watched": seen}
-    return found
+        results[name] = {"ours": ours, "theirs": theirs[name], "watched": seen}
+    return results
 
 
 def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,8 +328,8 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """A training step of the tiny model, and how many parted transfers were started."""
-    with moe.transfers() as events, _planned() as found, counted(Stages, "attend") as halves:
+    """Run a training step of the tiny model; add launched transfers, plans and halves."""
+    with moe.transfers() as events, _planned() as plans, counted(Stages, "attend") as halves:
         if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)
@@ -340,19 +340,19 @@ def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]
     return {
         **result,
         "launched": events.count("launch"),
-        "planned": any(found["plans"]),
+        "planned": any(plans["plans"]),
         "ahead": ahead,
         "halves": halves["attend"],
     }
 
 
 def permutations(overrides: Mapping[str, Any], **step: Any) -> dict[str, Any]:
-    """A training step, and how often Megatron's permutations called our operator."""
+    """Run a training step, and count the permutation calls that reach our operator."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from mindspeed_dsa.features.moe.permute_fusion import permutation
 
-    # Releases with a specification for DSA choose its modules by this field.
+    # Releases with a DSA spec select its modules with this field.
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     local = {"transformer_impl": "local"} if "transformer_impl" in fields else {}
     with counted(permutation, "permute", "unpermute", "sort_chunks") as calls:

@@ -1,4 +1,4 @@
-"""Weights of norms in fp32 on the release that is installed: updates of masters, and checkpoints."""
+"""Norm weights in fp32 on the installed release: optimizer updates, and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_weights_of_norms_are_updated_as_megatrons_masters(
 
 
 def test_weights_of_norms_in_checkpoints(pool: Any, note: Note, tmp_path: Path) -> None:
-    """Saved in fp32, read and saved again by a job whose weights all have 16 bits, and resumed."""
+    """Saved in fp32, loaded and saved again by a job with all weights in 16 bits, and resumed."""
     note.begins("DP2, distributed optimizer", "init-norm-weight-in-fp32")
     steps, options = "tests.matrix.test_memory:optimizer_steps", {"distributed": True}
     whole = pool.run(steps, 2, steps=4, switches=FLAG, **options)
@@ -45,16 +45,16 @@ def test_weights_of_norms_in_checkpoints(pool: Any, note: Note, tmp_path: Path) 
     one, other = folders
     pool.run(steps, 2, steps=2, folders={"save": one}, switches=FLAG, **options)
     pool.run(steps, 2, steps=0, folders={"load": one, "save": other}, switches={}, **options)
-    found = pool.run(steps, 2, steps=2, first=2, folders={"load": other}, switches=FLAG, **options)
-    for expected, result in zip(whole, found, strict=True):
+    resumed = pool.run(steps, 2, steps=2, first=2, folders={"load": other}, switches=FLAG, **options)
+    for expected, result in zip(whole, resumed, strict=True):
         for what in ("weights", "masters", "moments"):
             assert result[what] == expected[what], what
         assert result["records"] == expected["records"][2:]
-    note.trained(found)
+    note.trained(resumed)
 
 
 def from_equal_weights(**arguments: Any) -> dict[str, Any]:
-    """As :func:`fp32_norms.from_equal_weights` with the model of any release, in the workers."""
+    """Run :func:`fp32_norms.from_equal_weights` with the model of any release."""
     with (
         mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
         mock.patch.object(job, "gpt_model", tiny.gpt_model),

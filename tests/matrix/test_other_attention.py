@@ -1,4 +1,4 @@
-"""Dense attention, and packs of documents, on the release that is installed: the training of one process."""
+"""Dense attention, and packs of documents, match one process on the installed release."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.releases(">=0.12.1")
 def dense_ranks(
     pool: Any, case: dict[str, Any], alone: dict[str, Any], cp: int, tp: int
 ) -> list[dict[str, Any]]:
-    """What ranks of a dense model found, after a comparison with one rank alone."""
+    """Run a dense model on several ranks, and compare it with one rank."""
     ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
-    found = dense.in_one_group(ranks, cp, tp)
-    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
-    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    merged = dense.in_one_group(ranks, cp, tp)
+    torch.testing.assert_close(merged["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert_same_gradients(merged["gradients"], alone["gradients"], rtol=1e-5)
     return ranks
 
 
@@ -61,13 +61,13 @@ def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
 
 
 def test_packs_of_documents(pool: Any, note: Note) -> None:
-    """By a script that knows no packs; beside the same documents one by one."""
+    """The script knows no packs; the reference runs the same documents one by one."""
     note.begins("TP2+SP x PP2", "pack-documents")
     case = {
         "case": "tests.features.attention.packs.documents:scripted_step",
         "builder": "tests.matrix.model",
         "overrides": {"moe_layer_freq": [0, 1, 0, 1], "dsa_indexer_n_heads": 16},
-        # From 0.19 on Megatron's own code describes the rows, and a script hands on no lengths.
+        # From 0.19 on Megatron's own code describes the rows, and a script passes no lengths.
         "from_tokens": Version(str(versions.of_megatron())) >= Version("0.19"),
     }
     (alone,) = pool.run(f"{STEPS}:beside", 1, alone=True, **case)

@@ -1,4 +1,4 @@
-"""Sequences that ranks do not divide train as on one process; what rows of padding hold changes nothing."""
+"""Sequences that ranks do not divide train as on one process, whatever the padding rows hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.releases(">=0.16", quick=True)
 
 STEP = "tests.matrix.padded_steps:step"
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
-# With it Megatron weighs a rank's share of routers' losses by its own tokens, padding or not.
+# With it Megatron weights a rank's router losses by its own tokens, padding or not.
 PER_TOKEN = {
     "calculate_per_token_loss": True,
     "moe_router_load_balancing_type": "none",
@@ -50,7 +50,7 @@ QUICK = ("TP2+SP",)
     ],
 )
 def test_a_step_is_that_of_one_process(pool, note, name, garbage):
-    """Losses, those of routers and indexers, tokens of experts, and all gradients."""
+    """Compares losses of the model, routers and indexers, tokens per expert, and all gradients."""
     ranks, sizes, overrides = CASES[name]
     note.begins(name, "pad-sequences")
     (alone,) = pool.baseline(STEP, 1, overrides=overrides)
@@ -68,7 +68,7 @@ def test_a_step_is_that_of_one_process(pool, note, name, garbage):
 
 @pytest.mark.releases(">=0.16")
 def test_rows_of_no_document_change_no_gradient(pool):
-    """Routers and indexers learn from tokens alone; 0.19 has an indexer loss of its own."""
+    """Routers and indexers learn only from tokens; 0.19 computes its own indexer loss."""
     absent, between = (pool.run(packs.CASE, 1, gaps=gaps)[0] for gaps in (packs.ABSENT, packs.BETWEEN))
     assert any("indexer" in name for name in absent["gradients"])
     assert_same_gradients(between["gradients"], absent["gradients"], 1e-5)

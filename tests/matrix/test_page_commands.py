@@ -1,4 +1,4 @@
-"""Training flags on the pages, through the parser and validation of the installed release's checkout.
+"""Training flags on the pages pass the parser and validation of the installed release's checkout.
 
 ``MEGATRON_LM`` names checkouts, as for ``test_pretrain_gpt.py``.
 """
@@ -69,7 +69,7 @@ for flags in json.load(sys.stdin):
     answers.append([printed.strip().rpartition("\\n")[2]] if found == "null" else json.loads(found))
 print(json.dumps(answers))
 """
-"""One process imports Megatron; each job is parsed and validated in a fork of its own."""
+"""Script in which one process imports Megatron; each job is parsed and validated in a fork."""
 
 
 @pytest.mark.timeout(900)

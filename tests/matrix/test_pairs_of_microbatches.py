@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward on the release that is installed, and what works inside of them."""
+"""Pairs of a forward and a backward on the installed release, and the features that work inside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_STREAMS = {"two_streams": True}
 
 
 def in_pairs(feature: str, event: str, switches: Mapping[str, Any] | None = None, **overrides: Any) -> Case:
-    """A feature beside pairs; in the record the name says what is recomputed."""
+    """Return a feature's case in pairs; its name in the record includes the recomputed part."""
     recomputed = {"full": ", layers recomputed", "selective": ", experts recomputed"}
     name = LAYOUT + ("" if feature == "moe-fb-overlap" else ", in pairs")
     name += recomputed.get(overrides.get("recompute_granularity", ""), "")
@@ -55,7 +55,7 @@ CASES = (
 @pytest.mark.releases(">=0.14")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> None:
-    """Stock's own schedule; where something is recomputed, it recomputes as much."""
+    """The reference is stock's own schedule with the same recomputation."""
     if note.begins(case.name, case.feature, switches=case.switches):
         return
     theirs = run(pool, LAYOUT, overrides=case.overrides)

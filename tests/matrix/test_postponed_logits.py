@@ -1,4 +1,4 @@
-"""Losses that each release computes, multi-token prediction's included, without whole logits."""
+"""Losses of each release, multi-token prediction's included, without whole logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
 
 
 def without_logits(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
-    """A step in which nobody reads logits."""
+    """Run a step, and fail if anything reads whole logits."""
     from mindspeed_dsa.features.operators.linear_cross_entropy.postponed_logits import PostponedLogits
 
     def whole(self: PostponedLogits) -> None:

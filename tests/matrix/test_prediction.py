@@ -1,8 +1,8 @@
-"""Layers of multi-token prediction read from Hugging Face's files compute what DeepSeek-V3's formula says.
+"""MTP layers loaded from Hugging Face's files compute DeepSeek-V3's formula.
 
 Section 2.2 of the technical report (arXiv:2412.19437), with the main model's output h after its last norm:
 ``h' = layer(eh_proj([norm(embedding of the next token); norm(h)]))`` and ``logits = head(norm(h'))``.
-Transformers has no such layer, but a model of one layer that takes embeddings is one, once ``eh_proj`` has
+Transformers has no MTP layer. A one-layer model that takes embeddings is equivalent, once ``eh_proj`` has
 been applied.
 """
 
@@ -33,10 +33,10 @@ LAYERS = 3
 
 @torch.no_grad()
 def written(kind: str, folder: Path) -> dict[str, Tensor]:
-    """Write files of a model with a layer of multi-token prediction.
+    """Write files of a model with an MTP layer.
 
     Returns:
-        logits ``[samples, length, vocabulary]`` of the model, and of that layer by the formula.
+        logits ``[samples, length, vocabulary]`` of the model, and the MTP layer's logits by the formula.
     """
     from safetensors.torch import save_file
 
@@ -47,7 +47,7 @@ def written(kind: str, folder: Path) -> dict[str, Tensor]:
         parameter.normal_(std=0.2)
     layer.lm_head.weight.copy_(main.lm_head.weight)
     width = main.config.hidden_size
-    own = {
+    mtp_weights = {
         "enorm.weight": 1 + 0.1 * torch.randn(width),
         "hnorm.weight": 1 + 0.1 * torch.randn(width),
         "eh_proj.weight": 0.2 * torch.randn(width, 2 * width),
@@ -61,7 +61,7 @@ def written(kind: str, folder: Path) -> dict[str, Tensor]:
     for name, tensor in hugging_face.read_files(folder / "layer").items():
         if name.startswith("model.layers.0."):
             tensors[name.replace("layers.0.", f"layers.{LAYERS}.", 1)] = tensor
-    tensors |= {f"model.layers.{LAYERS}.{name}": tensor for name, tensor in own.items()}
+    tensors |= {f"model.layers.{LAYERS}.{name}": tensor for name, tensor in mtp_weights.items()}
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     main.config.num_nextn_predict_layers = 1
     main.config.save_pretrained(folder)
@@ -69,10 +69,10 @@ def written(kind: str, folder: Path) -> dict[str, Tensor]:
     with job_of_any_release(1, 0):
         tokens = job.samples(SAMPLES)[:, :-1]
     hidden = main.model(tokens, use_cache=False).last_hidden_state
-    following = F.pad(tokens[:, 1:], (0, 1))  # Megatron has token 0 behind the last one
-    embedded = F.rms_norm(main.model.embed_tokens(following), (width,), own["enorm.weight"], EPSILON)
-    both = torch.cat([embedded, F.rms_norm(hidden, (width,), own["hnorm.weight"], EPSILON)], dim=-1)
-    predicted = layer(inputs_embeds=both @ own["eh_proj.weight"].T, use_cache=False).logits
+    following = F.pad(tokens[:, 1:], (0, 1))  # Megatron appends token 0
+    embedded = F.rms_norm(main.model.embed_tokens(following), (width,), mtp_weights["enorm.weight"], EPSILON)
+    both = torch.cat([embedded, F.rms_norm(hidden, (width,), mtp_weights["hnorm.weight"], EPSILON)], dim=-1)
+    predicted = layer(inputs_embeds=both @ mtp_weights["eh_proj.weight"].T, use_cache=False).logits
     return {"main": main.lm_head(hidden), "prediction": predicted}
 
 

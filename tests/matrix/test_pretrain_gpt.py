@@ -1,4 +1,4 @@
-"""Megatron-LM's own pretrain_gpt.py, untouched, where ``MEGATRON_LM`` names a checkout of the release."""
+"""Megatron-LM's own pretrain_gpt.py, untouched, if ``MEGATRON_LM`` names a checkout of the release."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FEATURES = (
 )
 SHARDED = "--use-torch-fsdp2 --fsdp2-prefetch 2"
 TRANSLATED = "moe-permute-fusion"
-"""What MindSpeed calls by the last of these names."""
+"""Feature of the last of these flags, which is MindSpeed's."""
 STEPS = 3
 INFO = "package_info.py"
 EVALUATION = re.compile(r"validation loss at iteration (\d+) [^|]*\|[^|]*lm loss value: (\S+)")
-"""What Megatron prints of one: the step, and the loss."""
+"""Megatron's line about an evaluation: the step, and the loss."""
 
 
 def checkout() -> str | None:
-    """The one of the installed release; paths are separated as those of ``PATH`` are."""
+    """Return the checkout of the installed release; paths are separated as in ``PATH``."""
     installed = versions.of_megatron()
     for folder in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
         info = Path(folder, "megatron", "core", INFO)
@@ -51,7 +51,7 @@ def checkout() -> str | None:
 
 
 def has_installed_sources(core: Path) -> bool:
-    """Whether a checkout differs from what is installed in its number alone: tag core_v0.19.0 says 0.19.1."""
+    """Return whether a checkout differs only in its number: tag core_v0.19.0 says 0.19.1."""
     (folder, *_) = find_spec("megatron").submodule_search_locations
     files = [file for file in Path(folder, "core").rglob("*.py") if file.name != INFO]
     pairs = ((file, core / file.relative_to(Path(folder, "core"))) for file in files)
@@ -66,11 +66,11 @@ def pretrain(
     steps: int = STEPS,
     interval: int = 100,
 ) -> dict[str, Any]:
-    """Some steps of a recipe on two ranks.
+    """Train some steps of a recipe on two ranks.
 
     Returns:
-        ``steps``, what each step recorded; ``evaluations``, the loss of the last one after a step, by the
-        step; ``at work``, names of features.
+        ``steps``, the records of the steps; ``evaluations``, the validation loss by step; ``at work``, the
+        names of active features.
     """
     command, environment = job(folder, features, layout, script, steps, interval)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
@@ -91,7 +91,7 @@ def job(
     steps: int = STEPS,
     interval: int = 100,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of the same, which writes into a new folder."""
+    """Return command and environment of a job that writes into a new folder."""
     folder.mkdir()
     command = ["bash", str(RECIPE / script), *layout.split(), *features.split()]
     command += f"--train-iters {steps} --lr-decay-iters 50".split()
@@ -111,7 +111,7 @@ def job(
 
 
 def reported(folder: Path) -> list[str]:
-    """Return which features were at work in a job with ``--mindspeed-report-dir``."""
+    """Return the features that were active in a job with ``--mindspeed-report-dir``."""
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     declared = {feature.name: feature for feature in catalogue.shipped()}
     return features_at_work([declared[each["name"]] for each in report["features"]], report["sites"])
@@ -120,7 +120,7 @@ def reported(folder: Path) -> list[str]:
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
 def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> None:
-    """From Megatron's own initial weights; memory and fusions change nothing but the last digits."""
+    """From Megatron's own initial weights; memory features and fusions change only the last digits."""
     note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments", "accept-mindspeed-flags")
     plain, ours = pretrain(tmp_path / "plain", ""), pretrain(tmp_path / "features", FEATURES)
     assert [record["step"] for record in ours["steps"]] == list(range(1, STEPS + 1))
@@ -139,7 +139,7 @@ def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> Non
     ("name", "layout"), [("DP2", ""), ("EP2", "--expert-model-parallel-size 2")], ids=["dp2", "ep2"]
 )
 def test_pretrain_gpt_shards_with_fsdp2(note: Note, tmp_path: Path, name: str, layout: str) -> None:
-    """Alone Megatron completes the arguments itself; beside experts it is not told of FSDP2."""
+    """Without experts Megatron completes the arguments itself; with experts it does not see FSDP2."""
     if note.begins(f"pretrain_gpt.py, {name}", "fsdp2", switches={"use_torch_fsdp2": True}):
         return
     plain, ours = pretrain(tmp_path / "plain", "", layout), pretrain(tmp_path / "ours", SHARDED, layout)
@@ -158,7 +158,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
 def test_glm_shares_selections_through_pretrain_gpt(note: Note, tmp_path: Path) -> None:
-    """Layers 1, 2, 3 and 7 select, and that of multi-token prediction; recomputed ones read the same keys."""
+    """Layers 1, 2, 3 and 7 and the MTP layer select; recomputed layers read the same keys."""
     note.begins("pretrain_gpt.py, PP2", "dsa-shared-selections", "dsa-model")
     plain, ours = (
         pretrain(tmp_path / name, flags, GLM_STAGES, "pretrain_gpt_glm52.sh")

@@ -1,4 +1,4 @@
-"""Selections recorded and replayed on every release: the same losses and gradients to the bit."""
+"""Replayed selections give the same losses and gradients, bit for bit, on every release."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_replay_repeats_the_step(pool, tmp_path, name):
     plain = run(pool, FUSED, overrides, sizes)
     recorded = run(pool, {**FUSED, "dsa_record_selections": str(folder)}, overrides, sizes)
     replayed = run(pool, {**FUSED, "dsa_replay_selections": str(folder)}, overrides, sizes)
-    found = Recording.open(folder)
+    recording = Recording.open(folder)
     parts = sizes.get("cp", 1)
-    # Every rank but further tensor parallel ones records its layers and rows of every microbatch.
-    assert sum(result["recorded"] for result in recorded) == len(found.places()) * parts
-    assert {place.layer for place in found.places()} == set(found.header.computing)
+    # All ranks, except further tensor parallel ones, record their layers and rows of every microbatch.
+    assert sum(result["recorded"] for result in recorded) == len(recording.places()) * parts
+    assert {place.layer for place in recording.places()} == set(recording.header.computing)
     assert all(result["replayed"] for result in replayed)
     for results in (recorded, replayed):
         for result, expected in zip(results, plain, strict=True):

@@ -1,4 +1,4 @@
-"""Megatron-LM's own loop under ``torchrun --max-restarts``: killed or not, it ends with the same weights."""
+"""Megatron-LM's own loop under ``torchrun --max-restarts``: a killed rank changes no final weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 16
 LAYOUTS = {
     "TP2+SP": LAYOUT,
     "PP2": "--pipeline-model-parallel-size 2",
-    # Megatron-LM's other format has padding between parameters, which nothing ever writes.
+    # Megatron-LM's other format has padding between parameters that is never written.
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
 }
 
@@ -39,7 +39,7 @@ pytestmark = [
 def test_a_killed_rank_changes_no_weight(
     name: str, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saves are asynchronous: the writer of one may be killed beside its rank."""
+    """Saves are asynchronous: the process that writes a save may be killed with its rank."""
     note.begins(f"pretrain_gpt.py, {name}", "whole-checkpoints")
     flags = f"--whole-checkpoints --ckpt-format torch_dist --save-interval 2 {asynchronous()}"
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"

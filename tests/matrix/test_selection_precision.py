@@ -1,4 +1,4 @@
-"""Keys selected as engines select them in FP8: the test's own selection, by layout, on every release."""
+"""FP8 key selection equals the test's own selection by the formulas, in every layout and release."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def indexers_learn(result):
     ids=["ue8m0", "plain", "dense loss", "recomputed", "core attention recomputed", "no relu"],
 )
 def test_training_is_that_on_the_keys_of_the_formulas(pool, switches, formulas, overrides):
-    """Losses and gradients, the indexer's too, are of the operands as they are: only the keys are others."""
+    """Losses and gradients, the indexer's too, use unquantized operands; only the keys differ."""
     result = one_process(pool, switches, overrides)
     assert result["counts"][OPERATOR] >= 8  # four layers, two microbatches
     indexers_learn(result)

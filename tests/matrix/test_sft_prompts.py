@@ -1,4 +1,4 @@
-"""Masked prompts with Megatron's own tokenizer of conversations, and in the loss mask of its data set."""
+"""Prompt masking with Megatron's own conversation tokenizer, and in its data set's loss mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.features.data.sft_prompts import test_chat_templates as forms
 from tests.features.data.sft_prompts.test_sft_prompts import ANSWERS, CHAT, PLAIN, WORDS, tokenizer
 
-# Before 0.18 that tokenizer does not take what transformers 5 returns.
+# Before 0.18 that tokenizer does not accept the return type of transformers 5.
 pytestmark = pytest.mark.releases(">=0.18,<0.21")
 
 

@@ -1,4 +1,4 @@
-"""Layers that share a selection: the same gradients in every layout and under recomputation of every kind."""
+"""Layers that share a selection have the same gradients in every layout and with every recomputation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout(pool, ranks, overrides, switches=None, **sizes):
         "selected": sum(result["selected"] for result in results),
         "ahead": sum(result["ahead"] for result in results),
     }
-    if sizes.get("cp", 1) > 1:  # losses are those of a rank's own rows, gradients are summed
+    if sizes.get("cp", 1) > 1:  # losses are sums over a rank's own rows, gradients are summed over ranks
         return {**results[0], **of_all, "losses": []}
     return {**results[-1], **of_all, "gradients": put_together(results)}
 
@@ -55,7 +55,7 @@ def same(result, expected, rtol=1e-4):
 
 
 def indexers(result):
-    """Numbers of the layers that own one, from 1."""
+    """Return the numbers of the decoder layers with an indexer, from 1."""
     names = [name.split(".") for name in result["gradients"] if name.endswith("indexer.linear_wk.weight")]
     return sorted(int(parts[2]) + 1 for parts in names if parts[0] == "decoder")
 
@@ -119,10 +119,10 @@ def test_recomputed_layers_read_their_own_microbatchs_selection(pool, sharing, s
 @pytest.mark.parametrize("sharing", [HALF, {**HALF, "dsa_indexer_share_for_mtp": True}], ids=["rule", "MTP"])
 def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
     expected = one_process(pool, {**sharing, **MTP}, switches)
-    switches = {**switches, "mtp_recompute": True}  # which released cores need, and flags would switch on
+    switches = {**switches, "mtp_recompute": True}  # required by released cores; the flags would enable it
     result = one_process(pool, {**sharing, **MTP, **FULL}, switches)
     same(result, expected)
-    if str(versions.of_megatron()) in SpecifierSet("<0.14"):  # which recompute layers of the decoder alone
+    if str(versions.of_megatron()) in SpecifierSet("<0.14"):  # these recompute only decoder layers
         assert expected["selected"] < result["selected"] < 2 * expected["selected"]
     else:
         assert result["selected"] == 2 * expected["selected"]
@@ -161,7 +161,7 @@ def test_layouts(pool, switches, overrides, sizes, event):
 @pytest.mark.releases(">=0.16")
 @pytest.mark.parametrize("overrides", [{}, CORE], ids=["plain", "core"])
 def test_second_stream_and_compiled_regions(pool, overrides):
-    """Sharing layers have no indexer for the second stream, and the same prolog as all others."""
+    """Sharing layers have no indexer for the second stream, and the same prolog as other layers."""
     expected = one_process(pool, HALF, FUSED)
     switches = {**FUSED, "two_streams": True, "compile_regions": True}
     result = one_process(pool, {**HALF, **overrides}, switches)
@@ -189,7 +189,7 @@ BUBBLES = {"recompute_in_bubble": True}
     ids=["core", "full", "block, GLM-5.2", "PP2 x VPP2, full in bubbles", "PP2 x VPP2, block", "full, MTP"],
 )
 def test_pairs_of_forward_and_backward(pool, recompute, sharing, switches, sizes):
-    """The plan of pairs runs layers without the block's forward, beside another microbatch's backward."""
+    """The schedule of pairs runs layers one by one, during another microbatch's backward."""
     ranks = 2 * sizes.get("pp", 1)
     paired = {**FUSED, "moe_fb_overlap": True, **switches}
     expected = layout(pool, ranks, sharing, FUSED, ep=2, **sizes)
@@ -202,7 +202,7 @@ def test_pairs_of_forward_and_backward(pool, recompute, sharing, switches, sizes
 
 @pytest.mark.releases(">=0.19")
 def test_megatrons_own_holder_gives_another_microbatchs_selection(pool):
-    """The fault that this feature is for: without it, losses are right and gradients are not."""
+    """The fault that this feature repairs: losses are right, and gradients are wrong."""
     expected = one_process(pool, QUARTER)
     result = layout(pool, 2, {**QUARTER, **FULL}, pp=2, repaired=False)
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)

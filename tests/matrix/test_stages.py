@@ -1,4 +1,4 @@
-"""Stages of DSA training on every release: gradients are those of Megatron's own step in the same state."""
+"""Stages of DSA training on every release: gradients equal Megatron's own step in the same state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.support.model import assert_same_gradients
 
 pytestmark = pytest.mark.releases(">=0.12.1")
 
-# A selection of all keys is dense attention, and the loss on it the dense one.
+# A selection of all keys equals dense attention, and its loss equals the dense loss.
 DENSE = {"dsa_indexer_topk": 64, "dsa_indexer_use_sparse_loss": False}
 SHARING = {"dsa_indexer_topk_freq": 2}
 LAYOUTS = ["one process", "TP2+SP", "PP2 x VPP2", "CP2"]
 
 
 def of_layout(layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Switches and overrides that a layout needs."""
+    """Return the switches and overrides that a layout needs."""
     return (dict(CP2), dict(GATHERED)) if layout == "CP2" else ({}, {})
 
 
 def of_stage(stage: str) -> Callable[[str], bool]:
-    """Parameters that a stage trains, by name."""
+    """Return a predicate on names for the parameters that a stage trains."""
     return lambda name: (".indexer." in name) == (stage == "warmup")
 
 
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_same_state(
     switches, overrides = of_layout(layout)
     overrides |= sharing
     if sharing and layout == "PP2 x VPP2":
-        layout = "PP2"  # each chunk begins with a layer that selects
+        layout = "PP2"  # each chunk begins with a selecting layer
     if note.begins(layout, "dsa-stage", switches={**switches, "dsa_stage": stage}):
         return
     state = overrides if stage == "frozen" else {**overrides, **DENSE}

@@ -1,4 +1,4 @@
-"""Models that are not initialised: marks of split weights, the gradient norm, indexers that no file has."""
+"""Models without weight initialization: shard marks, the gradient norm, indexers missing from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
 
 def norm(**overrides: Any) -> dict[str, Any]:
-    """Marks of a model's parameters on two tensor parallel ranks, and the norm of gradients of a step."""
+    """Return parameters' shard marks on two tensor parallel ranks, and a step's gradient norm."""
     with steps.job_of_any_release(1, 0):
         job.start(tp=2)
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -39,7 +39,7 @@ def test_the_norm_has_every_ranks_part(pool):
 
 
 def indexers(**overrides: Any) -> dict[str, torch.Tensor]:
-    """Weights of a model's indexers, in memory that was full of one value."""
+    """Return a model's indexer weights when uninitialized memory is full of one value."""
     empty = torch.empty
 
     def full(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Jobs of Megatron-LM's pretrain_gpt.py that begin with transformers' files and end with such files.
+"""Jobs of Megatron-LM's pretrain_gpt.py that start from transformers' files and write such files.
 
-``MEGATRON_LM`` names checkouts, as for ``test_pretrain_gpt.py``. The first loss is what transformers computes
-of the same tokens; a model that the job writes is one that transformers loads.
+``MEGATRON_LM`` names checkouts, as for ``test_pretrain_gpt.py``. The first loss equals transformers' loss on
+the same tokens, and transformers loads the models that the job writes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "examples" / "megatron_lm" / "run_megatron.py"
 VOCABULARY = 4352
-"""A multiple of 128 for each of two ranks: no row is padding. Mock data have fewer tokens in any release."""
+"""A multiple of 128 on each of two ranks, so that no row is padding. Mock data have fewer tokens."""
 CHECKPOINTS = Version(str(versions.of_megatron())) >= Version("0.13")
-"""Older ones write torch_dist with functions that torch 2.13 and numpy 2 have no longer, and ask Transformer
-Engine for its version when they read it."""
+"""Whether the release writes torch_dist here. Older ones use functions that torch 2.13 and numpy 2 removed,
+and need the version of Transformer Engine to load.
+"""
 LENGTH, BATCH = 32, 4
 TRAINING = f"""
 --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
@@ -47,7 +48,7 @@ TRAINING = f"""
 --distributed-timeout-minutes 5 --moe-token-dispatcher-type alltoall
 """.split()
 BF16 = "--bf16 --use-distributed-optimizer"
-"""Gradients are summed in fp32 beside it."""
+"""bf16 training; gradients are accumulated in fp32."""
 CASES = {
     "TP2+SP": (DENSE, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "EP2": (DEEPSEEK, "--expert-model-parallel-size 2 --use-fused-dsa"),
@@ -57,7 +58,7 @@ CASES = {
 
 
 def folder_of(kind: str, folder: Path) -> Path:
-    """Let transformers write a model with random weights."""
+    """Write a model with random weights with transformers."""
     torch.manual_seed(0)
     model = Model(kind, 4, *((2, 1) if kind == GLM else ())).theirs(
         vocab_size=VOCABULARY, num_nextn_predict_layers=0
@@ -81,19 +82,19 @@ def weights(*words: str) -> str:
 
 
 def flags_of(model: Path, *layout: str) -> list[str]:
-    """Return a model's flags, those of its layout, and those of every job here."""
-    own = shlex.split(weights("flags", str(model)))
-    # The tokenizer has one more, the end of a document.
-    own[own.index("--vocab-size") + 1] = str(VOCABULARY - 1)
-    return [*own, *TRAINING, *layout]
+    """Return the flags of a model, of its layout, and of every job here."""
+    model_flags = shlex.split(weights("flags", str(model)))
+    # The tokenizer adds one token, the end of a document.
+    model_flags[model_flags.index("--vocab-size") + 1] = str(VOCABULARY - 1)
+    return [*model_flags, *TRAINING, *layout]
 
 
 def job(
     folder: Path, flags: Sequence[str], *more: str, batches: Path | None = None
 ) -> tuple[str, list[float]]:
-    """Train on two ranks in a folder that is made: what is printed, and the loss of each step.
+    """Train on two ranks in a new folder; return the output, and the loss of each step.
 
-    Megatron's own log has means: its first line after a start counts for the next one as well.
+    Megatron's own log has means: its first line after a start is averaged into the next line as well.
     """
     where = checkout()
     folder.mkdir()
@@ -125,16 +126,16 @@ def job(
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a model's files."""
+    """Return all tensors of a model's files."""
     from safetensors.torch import load_file
 
     return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
 
 
 def loads_strictly(folder: Path) -> Any:
-    """Load a model with transformers, which finds each name that it looks for and no other."""
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found.values()), found
+    """Load a model with transformers; no name may be missing or unexpected."""
+    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     return model.config
 
 
@@ -155,9 +156,9 @@ def test_a_job_begins_with_files_and_ends_with_them(note: Note, tmp_path: Path, 
     kind, layout = CASES[case]
     model = folder_of(kind, tmp_path / "model")
     flags = flags_of(model, *layout.split())
-    own, batches = tmp_path / "own", tmp_path / "batches"
+    saved, batches = tmp_path / "own", tmp_path / "batches"
     batches.mkdir()
-    saving = ["--save", str(own), "--save-interval", "2", "--load", str(own)]
+    saving = ["--save", str(saved), "--save-interval", "2", "--load", str(saved)]
     begins = ["--load-hf", str(model)]
     if CHECKPOINTS:
         begins += [*saving, "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "2"]
@@ -167,7 +168,7 @@ def test_a_job_begins_with_files_and_ends_with_them(note: Note, tmp_path: Path, 
     expected = loss_of_transformers(model, batches, BATCH)
     assert losses[0] == pytest.approx(expected, rel=1e-2 if "bf16" in case else 2e-6)
 
-    # Something else without files, and the same from a checkpoint that was imported.
+    # Without files the loss differs; from an imported checkpoint it is the same.
     _, drawn = job(tmp_path / "drawn", flags, "--exit-interval", "1")
     assert abs(drawn[0] - losses[0]) > 1e-4
     note.trained([{"at work": reported(tmp_path / "first")}])
@@ -178,13 +179,13 @@ def test_a_job_begins_with_files_and_ends_with_them(note: Note, tmp_path: Path, 
     _, others = job(tmp_path / "second", flags, "--load", str(imported), "--exit-interval", "3")
     assert others == losses
 
-    # A second start goes on from step 3.
+    # A second start resumes from step 3.
     printed, resumed = job(tmp_path / "resumed", flags, *begins)
     assert "--load-hf is not read" in printed
     _, whole = job(tmp_path / "whole", flags, "--load-hf", str(model))
     assert [*losses, *resumed] == whole
 
-    # The exit after step 3 is not the end of the job; what is written equals the checkpoint.
+    # The exit after step 3 is not the end of the job; the last files equal the checkpoint.
     assert {path.name for path in (tmp_path / "hf").iterdir() if path.is_dir()} == {
         "iter_0000002",
         "iter_0000004",
@@ -193,7 +194,7 @@ def test_a_job_begins_with_files_and_ends_with_them(note: Note, tmp_path: Path, 
     last = tmp_path / "hf" / "iter_0000005"
     config = loads_strictly(last)
     assert config.model_type == loads_strictly(model).model_type
-    weights("export", str(own), str(tmp_path / "exported"), "--like", str(model))
+    weights("export", str(saved), str(tmp_path / "exported"), "--like", str(model))
     written, exported = tensors(last), tensors(tmp_path / "exported")
     assert written.keys() == exported.keys() == tensors(model).keys()
     assert all(torch.equal(each, exported[name]) for name, each in written.items())
@@ -214,12 +215,12 @@ STORED_OTHERWISE: dict[str, tuple[str, dict[str, bool], str]] = {
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
     ),
 }
-"""Layouts in which a rank holds weights in another form: a feature at work, its switches, and flags."""
+"""Layouts in which ranks store weights in another form: the active feature, its switches, and flags."""
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A model's files, and the first loss of a job on two data parallel ranks that begins with them."""
+    """Return a model's files, and the first loss of a two-rank job that starts from them."""
     folder = tmp_path_factory.mktemp("plain")
     model = folder_of(DEEPSEEK, folder / "model")
     (folder / "batches").mkdir()
@@ -252,13 +253,13 @@ SPARSE = """
 --dsa-indexer-head-dim 16 --dsa-indexer-topk 6 --tensor-model-parallel-size 2 --sequence-parallel
 --save-interval 2
 """.split()
-"""Of the page docs/weights.md, with small sizes."""
+"""Flags of the page docs/weights.md, with small sizes."""
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not CHECKPOINTS, reason="this release writes no torch_dist here")
 def test_a_dense_model_becomes_a_sparse_one(tmp_path: Path) -> None:
-    """Through the warm-up and the sparse stage, each interrupted, as the page has it."""
+    """Covers the warmup and the sparse stage, each interrupted, as on the page."""
     model = folder_of(DENSE, tmp_path / "model")
     flags = flags_of(model, *SPARSE)
     warm, sparse, written = tmp_path / "warm", tmp_path / "sparse", tmp_path / "written"
@@ -272,7 +273,7 @@ def test_a_dense_model_becomes_a_sparse_one(tmp_path: Path) -> None:
 
     weights("export", str(warm), str(tmp_path / "warmed"), "--dtype", "float32")
     before, after = tensors(model), tensors(tmp_path / "warmed")
-    # The job's tokenizer has one token less than the embedding has rows.
+    # The job's tokenizer has one token fewer than the embedding has rows.
     rows = {name: tensor[: after[name].size(0)] for name, tensor in before.items()}
     assert all(torch.equal(tensor, after[name]) for name, tensor in rows.items()), "all else is frozen"
 

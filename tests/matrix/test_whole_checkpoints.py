@@ -1,4 +1,4 @@
-"""Megatron-LM's own loop, whose last checkpoints are damaged: the next ten steps are the unbroken run's."""
+"""Megatron-LM's own loop with damaged checkpoints: the next ten steps equal the unbroken run's."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = [
 SAVED = (4, 8, 12, 14)
 LATE_S = 3
 WAYS = ("torch_dist", "torch", "torch_dist --async-save") if CHECKPOINTS else ("torch",)
-"""Formats; the first is in the table of releases."""
+"""Checkpoint formats; the first is in the table of releases."""
 
 
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.full) for way in WAYS[1:])])
 def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, tmp_path: Path) -> None:
-    """One shard is truncated, one has a flipped bit, one is missing; what is left is four steps old."""
+    """One shard is truncated, one has a flipped bit, one is missing; the intact save is 4 steps old."""
     note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
     folder = tmp_path / "checkpoints"
     flags = f"--verify-checkpoint --ckpt-format {way} --save {folder} --save-interval 4"
@@ -65,7 +65,7 @@ def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, 
 @pytest.mark.full
 @pytest.mark.timeout(1100)
 def test_ramp_and_loss_scale_go_on(note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16 the scale doubles every other step, and batches grow after the step that is loaded."""
+    """In float16 the scale doubles every other step, and batches grow after the loaded step."""
     note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
     folder = tmp_path / "checkpoints"
     without(["--train-iters", "--lr-decay-iters", "--lr-warmup-iters"], tmp_path / "argv", monkeypatch)
@@ -93,7 +93,7 @@ def test_ramp_and_loss_scale_go_on(note: Note, tmp_path: Path, monkeypatch: pyte
 
 
 def without(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take flags with one value each from the command lines of ranks started from now on."""
+    """Remove flags with one value each from the command lines of ranks started from now on."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
@@ -128,7 +128,7 @@ LAYOUTS = {"fsdp2": "", "moe-expert-placement": EP, "balanced-moe-experts": EP}
 def test_an_asynchronous_save_has_the_tensors_of_a_synchronous_one(
     name: str, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer is late: steps have gone on, and changed in place what features keep elsewhere."""
+    """The writer is late: by then, steps have changed in place the tensors that features keep elsewhere."""
     layout = LAYOUTS.get(name, LAYOUT)
     if note.begins("pretrain_gpt.py, TP2+SP", name, switches={name.replace("-", "_"): True}):
         return
@@ -154,13 +154,13 @@ def test_an_asynchronous_save_has_the_tensors_of_a_synchronous_one(
 
 
 def asynchronous() -> str:
-    """Return flags of asynchronous saves: without the second, Megatron-LM from 0.16 on undoes the first."""
+    """Return flags of asynchronous saves; without the second, Megatron-LM >= 0.16 undoes the first."""
     strategy = "--async-strategy mcore" if Version(versions.of_megatron() or "0") >= Version("0.18") else ""
     return f"--async-save --use-persistent-ckpt-worker {strategy}"
 
 
 def late_forks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make every forked process of programs started from now on wait; return a file with a byte for each."""
+    """Delay all forked processes of later programs; return a file with one byte for each fork."""
     folder.mkdir()
     forks = folder / "forks"
     forks.touch()
@@ -178,10 +178,11 @@ def late_forks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tensors(checkpoint: Path) -> dict[Any, torch.Tensor]:
-    """Read every shard of a tensor, without Megatron; other objects hold the paths of their run."""
+    """Read all tensor shards without Megatron."""
     metadata = FileSystemReader(checkpoint).read_metadata()
     read = {}
     for index, place in metadata.storage_data.items():
+        # Other objects hold the paths of their run, and would differ.
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
             content = (checkpoint / place.relative_path).read_bytes()[
                 place.offset : place.offset + place.length

@@ -1,4 +1,4 @@
-"""Experts that tensor parallel ranks hold whole, without expert parallelism: one gradient for all copies."""
+"""Whole experts on tensor parallel ranks without expert parallelism: all copies get one gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERTS = ".mlp.experts."
 
 
 def fill(model: torch.nn.Module) -> None:
-    """As ``tiny.fill_by_name``; experts have the weights of one process on every rank."""
+    """Fill weights as ``tiny.fill_by_name``; experts get one process's weights on every rank."""
     experts = {id(each) for name, each in model.named_parameters() if EXPERTS in name}
 
     def shape(parameter: torch.nn.Parameter) -> list[int]:
@@ -36,7 +36,7 @@ fill_by_name = tiny.fill_by_name
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A step of :func:`steps.step` in a layout whose ranks have whole experts, and what the norm counts."""
+    """Run :func:`steps.step` with whole experts on each rank; add the gradient norm."""
     train, norms = job.train_step, []
 
     def train_step(*args: Any) -> Any:
@@ -59,7 +59,7 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 
 def norm_of(chunks: list[Any]) -> float:
-    """The norm that Megatron's optimizer would clip by."""
+    """Return the norm that Megatron's optimizer would clip by."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), chunks)

@@ -1,6 +1,6 @@
-"""Jobs of Megatron-LM's own pretrain_gpt.py from the first step to a resume, with an evaluation and a save.
+"""Jobs of Megatron-LM's own pretrain_gpt.py from the first step to a resume, with evaluation and save.
 
-Each stage and each model of DSA, and schedules of our own: ten steps, of which the last five run again.
+Covers each stage and each model of DSA, and our own schedules. Of ten steps, the last five run again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STEPS, HALF = 10, 5
 FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 STAGES = ("dense", "warmup", "sparse", "frozen")
 LEARN = ("warmup", "sparse")
-"""Stages that have an indexer loss."""
+"""Stages with an indexer loss."""
 MODELS = ("deepseek-v3.2", "glm-5", "glm-5.2")
 FUSED = "--use-fused-dsa"
 V = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 
 
 def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
-    """Train, evaluate and save every five steps; then take the second half again from the first save."""
+    """Train, evaluate and save every five steps; then repeat the second half from the first save."""
     saved = folder / "checkpoints"
     flags = f"{flags} --ckpt-format torch_dist --save {saved} --save-interval {HALF}"
     unbroken = pretrain(folder / "unbroken", flags, layout, steps=STEPS, interval=HALF)
@@ -41,7 +41,7 @@ def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
     assert [record["step"] for record in unbroken["steps"]] == list(range(1, STEPS + 1))
     assert [record["step"] for record in resumed["steps"]] == list(range(HALF + 1, STEPS + 1))
     for mine, theirs in zip(resumed["steps"], unbroken["steps"][HALF:], strict=True):
-        figures = [figure for figure in FIGURES if theirs[figure] is not None]  # not every stage has a loss
+        figures = [figure for figure in FIGURES if theirs[figure] is not None]  # some stages have no loss
         assert [mine[figure] for figure in figures] == pytest.approx(
             [theirs[figure] for figure in figures], 1e-5
         )
@@ -71,7 +71,7 @@ def test_each_stage(note: Note, tmp_path: Path, stage: str, fused: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model(note: Note, tmp_path: Path, model: str) -> None:
-    """Its recipe has four layers, of which GLM-5.2's last shares a selection."""
+    """The recipe has four layers; GLM-5.2's last layer shares a selection."""
     note.begins("pretrain_gpt.py, TP2+SP", "dsa-model")
     trained = ten_steps(tmp_path, f"--dsa-model {model} {FUSED}")
     assert trained["evaluations"][STEPS] < trained["evaluations"][HALF]
@@ -80,7 +80,7 @@ def test_each_model(note: Note, tmp_path: Path, model: str) -> None:
 
 
 def test_a_schedule_of_our_own(note: Note, tmp_path: Path) -> None:
-    """The first rank begins and ends the model, and the last one reports the losses."""
+    """The first rank holds both ends of the model, and the last rank reports the losses."""
     if note.begins("pretrain_gpt.py, PP2", "dualpipev", switches={"schedules_method": "dualpipev"}):
         return
     trained = ten_steps(tmp_path, "--schedules-method dualpipev", V)

@@ -1,6 +1,6 @@
-"""What cannot be loaded in another layout is refused in one message; the rest goes where it belongs.
+"""Checkpoints loaded in another layout: state goes to its place, or is refused in one message.
 
-Whole checkpoints of all layouts are in ``tests/distributed/test_resume.py``.
+``tests/distributed/test_resume.py`` covers whole checkpoints of all layouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_state_of_as_many_optimizers_is_left_alone() -> None:
 
 
 def test_every_group_gets_that_of_its_multipliers() -> None:
-    """The one of experts too, where there are two, and each keeps its own parameters and kind."""
+    """Covers the expert group, too; each group keeps its own parameters and kind."""
     saved = {
         0: {"param_groups": [group(lr=1.0, step=7), group(wd_mult=0.0, lr=2.0, step=7)], "state": {}},
         1: {"param_groups": [group(True, wd_mult=0.5, lr=3.0)], "state": {"common_step": 7}},
@@ -62,26 +62,28 @@ def test_groups_of_other_multipliers_are_refused() -> None:
 
 
 class Generators:
-    """As Megatron describes their states: ``unique_key`` has the shape of the layout."""
+    """Generator states as Megatron describes them: ``unique_key`` contains the layout's shape."""
 
     unique_key = "rng_state/shard_0.0.0_1.2.1"
 
 
 def arguments(ep: int = 1, etp: int | None = None, **more: Any) -> Any:
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": ep}
-    given = {
+    defaults = {
         "use_distributed_optimizer": True,
         "finetune": False,
         "no_load_optim": False,
         "no_load_rng": False,
     }
-    return SimpleNamespace(**{**sizes, "expert_tensor_parallel_size": etp, "world_size": 2, **given, **more})
+    return SimpleNamespace(
+        **{**sizes, "expert_tensor_parallel_size": etp, "world_size": 2, **defaults, **more}
+    )
 
 
 def load(
     monkeypatch: pytest.MonkeyPatch, saved: Any, args: Any, format_: str | None, keys: set[str]
 ) -> dict[str, Any]:
-    """What is asked of Megatron's function, which is called as by ``load_checkpoint``."""
+    """Return the arguments of Megatron's function, when called as by ``load_checkpoint``."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
 
@@ -100,9 +102,7 @@ def load(
         return {"args": saved}, "folder/iter_0000002", False, "global"
 
     function = across_layouts.load_base_across(original, context("moe-tp-extend-ep"))
-    function(
-        "folder", arguments(ep=8), rank0=True, checkpointing_context=None
-    )  # arguments as they were given
+    function("folder", arguments(ep=8), rank0=True, checkpointing_context=None)  # arguments as passed
     function("folder", args, rank0=True, checkpointing_context=None)
     wanted = {"model": {}, "rng_state": Generators()}
     function("folder", args, rank0=False, sharded_state_dict=wanted, checkpointing_context=None)

@@ -1,4 +1,4 @@
-"""Batches as arguments say them: schedules, ramps, evaluations, and remedies that Megatron takes."""
+"""Batch sizes from arguments: schedules, ramps, evaluations, and remedies that Megatron accepts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_evaluation(**given: Any) -> Batches | None:
         # Releases with schedules ignore ramps.
         ({"rampup_batch_size": ["4", "4", "64"], "step_batch_size_schedule": None}, 8, 8, "--global-b"),
         (
-            # Megatron has made this of it, and takes no other beside a schedule.
+            # Megatron derives this batch size from the schedule, and accepts no other with a schedule.
             {"global_batch_size": 2, "step_batch_size_schedule": "0:4 250B:1K, 500B:16"},
             4,
             1000,
@@ -38,11 +38,11 @@ def of_evaluation(**given: Any) -> Batches | None:
     ],
 )
 def test_batches_of_steps(given: dict[str, Any], least: int, most: int, remedy: str) -> None:
-    found = of_training(**given)
-    assert found is not None
-    assert (found.least, found.most) == (least, most)
-    assert (found.microbatches, found.most_microbatches) == (least // 2, most // 2)
-    assert found.enlarged(6).startswith(remedy)
+    sizes = of_training(**given)
+    assert sizes is not None
+    assert (sizes.least, sizes.most) == (least, most)
+    assert (sizes.microbatches, sizes.most_microbatches) == (least // 2, most // 2)
+    assert sizes.enlarged(6).startswith(remedy)
 
 
 @pytest.mark.parametrize("schedule", ["768", "0:", ":4", "0:4 1B", "0:none", "0:0", ","])
@@ -64,11 +64,11 @@ def test_sizes_that_are_not_said(name: str) -> None:
 
 def test_batches_of_evaluations() -> None:
     assert of_evaluation() is None, "as before 0.18, those of training"
-    found = of_evaluation(eval_micro_batch_size=2, eval_global_batch_size=None)
-    assert found is not None
-    assert found.microbatches == 2
-    assert found.enlarged(3) == "--eval-global-batch-size 12"
+    sizes = of_evaluation(eval_micro_batch_size=2, eval_global_batch_size=None)
+    assert sizes is not None
+    assert sizes.microbatches == 2
+    assert sizes.enlarged(3) == "--eval-global-batch-size 12"
     for without in ({"eval_iters": 0}, {"eval_iters": 0, "full_validation": False}):
         assert of_evaluation(eval_micro_batch_size=2, **without) is None
-    # All of the data set.
+    # The whole data set.
     assert of_evaluation(eval_micro_batch_size=2, eval_iters=None, full_validation=True) is not None

@@ -1,4 +1,4 @@
-"""The indexer loss of one step, beside the sum that trackers keep for the log."""
+"""The indexer loss of one step, next to the sum that trackers keep for the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.contexts import context
 
 
 def track_indexer_metrics(loss: float, total_loss_dict: dict[str, Any] | None = None) -> None:
-    """As Megatron's tracker does."""
+    """Add the loss to the log's sum, as Megatron's tracker does."""
     if total_loss_dict is not None:
         total_loss_dict["indexer loss"] = total_loss_dict.get("indexer loss", 0) + torch.tensor(loss)
 
@@ -33,7 +33,7 @@ def test_without_a_sum_nothing_is_kept() -> None:
 
 
 def test_the_feature_that_keeps_it_need_not_be_the_one_that_takes_it() -> None:
-    """A backport's own tracker keeps it for the recorder of that Megatron's steps, and of no other's."""
+    """A backport's tracker keeps the loss only for the recorder of the same Megatron's steps."""
     keep_step_loss(track_indexer_metrics, context("dsa-backport"))(0.5, total_loss_dict={})
     keep_step_loss(track_indexer_metrics, context("dsa-backport", root="corp_megatron"))(
         2.0, total_loss_dict={}

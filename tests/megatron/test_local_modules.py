@@ -51,7 +51,7 @@ def test_with_transformer_engine_it_is_megatrons(monkeypatch: pytest.MonkeyPatch
 
 
 def test_all_features_that_need_it_name_the_same_decorator() -> None:
-    """So that the engine applies it once."""
+    """The engine therefore applies it only once."""
     target = f"{MOE_UTILS}:router_gating_linear"
     rows = [(f.name, p.impl) for f in features.built_in() for p in f.patches if p.target == target]
     assert {name for name, _ in rows} == {"local-modules", "dsa-repairs"}

@@ -1,4 +1,4 @@
-"""One rule for whatever a feature measures: deterministic training refuses it before anything is built."""
+"""Deterministic training refuses every measuring feature before anything is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = {
     "transformer_impl": "local",
 }
 FEATURES = {
-    # folder of the feature: its name, switches that leave something to be measured, and those that do not
+    # feature's folder: its name, switches that leave something to measure, and switches that do not
     "moe.balanced_experts": (
         "balanced-moe-experts",
         {"balanced_moe_experts": True, "balanced_moe_link_rate": 25.0},
@@ -61,7 +61,7 @@ def test_deterministic_training_refuses_what_is_measured(folder):
 
 
 def test_every_feature_that_measures_asks_the_same_function():
-    """What imports ``timed`` is here, and its validation has ``check_measured``."""
+    """Every module that imports ``timed`` is listed here, and its validation has ``check_measured``."""
     folder, module = Path(mindspeed_dsa.__file__).parent, f"{PACKAGE}.megatron.measured"
     imported = defaultdict(set)  # by whom, in names relative to ``features``
     for file in folder.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The protocol between Megatron's optimizers and features that keep their state elsewhere."""
+"""The protocol between Megatron's optimizers and features that store optimizer state elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIN = object()
 
 
 class Recorded(OptimizerState):
-    """Notes its calls, with the name of its feature, in the optimizer."""
+    """State that records its calls in the optimizer, with its feature's name."""
 
     def __init__(self, optimizer: Any, feature: str) -> None:
         self.integrity, self.events, self.feature = StepIntegrity(feature), optimizer.events, feature
@@ -58,7 +58,7 @@ class Recorded(OptimizerState):
 
 
 def wrapped(cls: type, **contexts: Any) -> type:
-    """``cls`` with every method decorated, the first feature innermost."""
+    """Return ``cls`` with every method decorated, the first feature innermost."""
     decorators = {
         "__init__": "built",
         "prepare_grads": "before_grads",
@@ -77,7 +77,7 @@ def wrapped(cls: type, **contexts: Any) -> type:
 
 
 class Optimizer:
-    """Megatron's, with one group of two parameters."""
+    """Stand-in for Megatron's optimizer, with one group of two parameters."""
 
     def __init__(self, optimizer: Any, config: Any, size: int = 1) -> None:
         self.events: list[str] = []
@@ -101,7 +101,7 @@ class Optimizer:
 
 
 class Sharded(Optimizer):
-    """Its state dict is without the state of parameters."""
+    """Optimizer with a state dict that omits the parameters' state."""
 
     shard_fp32_from_float16_groups = ()
 

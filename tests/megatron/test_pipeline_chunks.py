@@ -1,4 +1,4 @@
-"""Layers of each chunk beside those that Megatron builds, and splits for layers that share selections."""
+"""Layers of each chunk compared with Megatron's, and splits for layers that share selections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def built(made, ranks: int, chunks: int, monkeypatch) -> list[list[tuple[int, ..
 
     virtual = chunks if chunks > 1 else None
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", virtual)
-    layout, found = made.pipeline_model_parallel_layout, []
+    layout, by_rank = made.pipeline_model_parallel_layout, []
     for rank in range(ranks):
         held = []
         for chunk in range(chunks):
@@ -49,8 +49,8 @@ def built(made, ranks: int, chunks: int, monkeypatch) -> list[list[tuple[int, ..
                 offset = layout.get_layer_offset(LayerType.decoder, stage, rank)
                 count = layout.get_num_layers_to_build(LayerType.decoder, stage, rank)
             held.append(tuple(range(offset + 1, offset + count + 1)))
-        found.append(held)
-    return found
+        by_rank.append(held)
+    return by_rank
 
 
 @pytest.mark.parametrize("layers", [6, 8, 11, 12, 24, 30])
@@ -61,7 +61,7 @@ def test_chunks_are_those_that_megatron_builds(layers, monkeypatch):
     ):
         if ranks == 1 and chunks > 1:
             continue
-        given = {
+        fields = {
             "num_layers": layers,
             "pipeline_model_parallel_size": ranks,
             "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
@@ -70,11 +70,11 @@ def test_chunks_are_those_that_megatron_builds(layers, monkeypatch):
             "account_for_embedding_in_pipeline_split": embedding,
             "account_for_loss_in_pipeline_split": loss,
         }
-        split = Split.of(SimpleNamespace(**given))
+        split = Split.of(SimpleNamespace(**fields))
         if split.problem or (ranks == 1 and (embedding or loss or first or last)):
             continue
-        made = config(**given)
-        assert split.by_rank == built(made, ranks, chunks, monkeypatch), given
+        made = config(**fields)
+        assert split.by_rank == built(made, ranks, chunks, monkeypatch), fields
         assert Split.of(made) == split
         compared += 1
     assert compared > 3
@@ -92,16 +92,16 @@ def test_chunks_are_those_that_megatron_builds(layers, monkeypatch):
 )
 def test_layouts_are_read_as_megatron_reads_them(layout, ranks, monkeypatch):
     stages = stages_of(layout)
-    given = {"num_layers": "".join(stages).count("t"), "pipeline_model_parallel_size": ranks}
+    sizes = {"num_layers": "".join(stages).count("t"), "pipeline_model_parallel_size": ranks}
     mtp = "".join(stages).count("m")
-    made = config(**given, mtp_num_layers=mtp or None, pipeline_model_parallel_layout=layout)
-    split = Split.of(SimpleNamespace(**given, pipeline_model_parallel_layout=layout))
+    made = config(**sizes, mtp_num_layers=mtp or None, pipeline_model_parallel_layout=layout)
+    split = Split.of(SimpleNamespace(**sizes, pipeline_model_parallel_layout=layout))
     assert split.by_rank == built(made, ranks, len(stages) // ranks, monkeypatch)
     assert Split.of(made) == split, "Megatron's object says the same as the text"
     held = [any(each.name == "mtp" for chunk in rank for each in chunk) for rank in split_layers(made)]
     assert split.mtp_rank == (held.index(True) if mtp else ranks - 1)
     again = layout_text([len(chunk) for chunk in split.in_order], mtp)
-    assert Split.of(SimpleNamespace(**given, pipeline_model_parallel_layout=again)).in_order == split.in_order
+    assert Split.of(SimpleNamespace(**sizes, pipeline_model_parallel_layout=again)).in_order == split.in_order
 
 
 def split_layers(made):
@@ -174,18 +174,18 @@ def test_a_refusal_names_the_layer_and_splits_that_work(ranks, virtual, counted)
         assert not named
         return
     assert named
-    for each in named:
-        assert len(each.in_order) == chunks
-        assert {chunk[0] for chunk in each.in_order} <= computing
-        assert sum(map(len, each.in_order)) == 78
-        assert each.flags() in problem
-        if each.stages:  # what is printed is what Megatron reads
-            read = Split.of(glm(pipeline_model_parallel_size=ranks, layout=each.flags().split("'")[1]))
-            assert read.in_order == each.in_order
+    for proposed in named:
+        assert len(proposed.in_order) == chunks
+        assert {chunk[0] for chunk in proposed.in_order} <= computing
+        assert sum(map(len, proposed.in_order)) == 78
+        assert proposed.flags() in problem
+        if proposed.stages:  # Megatron reads the printed layout back
+            read = Split.of(glm(pipeline_model_parallel_size=ranks, layout=proposed.flags().split("'")[1]))
+            assert read.in_order == proposed.in_order
 
 
 def test_the_layout_named_is_the_most_even_one():
-    """Against all splits of twelve layers into four chunks that begin with a computing layer."""
+    """Compared with all splits of twelve layers into four chunks that begin with a computing layer."""
     sharing, layers = Sharing(pattern="CSCSSSCSSCSC"), 12
     every = [
         (a, b - a, c - b, layers - c)

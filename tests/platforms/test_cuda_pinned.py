@@ -16,7 +16,7 @@ from mindspeed_dsa.platforms.host_pool import HostFigures, HostPool
 
 
 class Runtime:
-    """What ``torch.cuda.cudart()`` is used for."""
+    """Stand-in for ``torch.cuda.cudart()``."""
 
     def __init__(self) -> None:
         self.error = 0
@@ -36,7 +36,7 @@ class Runtime:
 
 
 class Cuda(CudaPlatform):
-    """CUDA without a GPU."""
+    """CUDA platform without a GPU."""
 
     def __init__(self) -> None:
         self.runtime = Runtime()

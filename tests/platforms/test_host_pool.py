@@ -11,7 +11,7 @@ from mindspeed_dsa.platforms.host_pool import HostFigures, HostPool, size_class
 
 
 class Later:
-    """The event of a copy that is still under way."""
+    """Event of a copy that is still running."""
 
     done = False
 
@@ -88,7 +88,7 @@ def test_too_little_host_memory_is_told_with_the_figure_needed(monkeypatch):
 
 
 def test_every_process_of_the_host_is_counted(monkeypatch):
-    """With 500 GiB, 8 processes have room for 62 GiB each, whoever comes first."""
+    """With 500 GiB, 8 processes get 62 GiB each, in any order."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(host_pool, "shared", HostPool())
     monkeypatch.setattr(host_pool, "_free_at_start", 500 << 30)

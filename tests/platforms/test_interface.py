@@ -1,4 +1,4 @@
-"""The interface that swap, recompute and overlap build on, and how a platform is chosen."""
+"""The platform interface of swap, recompute and overlap, and the choice of a platform."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_async_copy_is_complete_at_its_event(cpu):
 
 
 def test_a_forked_process_keeps_host_memory_as_it_was(cpu):
-    """One that writes a checkpoint reads it while the next step changes it."""
+    """A child that writes a checkpoint reads it while the parent's next step changes it."""
     buffer = cpu.empty_pinned(4, torch.float32).fill_(1.0)
     told, tell = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What ``doctor`` says of the environment of an NPU."""
+"""``doctor``'s report on the environment variables of an NPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_value_is_shown_with_what_to_set_in_its_place(monkeypatch, name, value
         monkeypatch.delenv(each, raising=False)
     if value is not None:
         monkeypatch.setenv(name, value)
-    found = environment()
-    assert found.keys() == NAMES
-    assert found[name].startswith(said)
-    assert (";" in found[name]) == (";" in said)
+    shown = environment()
+    assert shown.keys() == NAMES
+    assert shown[name].startswith(said)
+    assert (";" in shown[name]) == (";" in said)

@@ -1,4 +1,4 @@
-"""Which torch_npu and CANN go together, by the vendor's tables, and where CANN's release is read."""
+"""Compatible torch_npu and CANN releases by the vendor's tables, and the installed release of CANN."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_a_wheel_belongs_to_a_release(wheel, name):
     ],
 )
 def test_what_does_not_go_together_is_named_with_what_does(torch, torch_npu, cann, said):
-    found = list(disagreements(torch, torch_npu, cann))
+    problems = list(disagreements(torch, torch_npu, cann))
     if said is None:
-        assert found == []
+        assert problems == []
     else:
-        assert [each.do.startswith(said) for each in found] == [True], found
+        assert [each.do.startswith(said) for each in problems] == [True], problems
 
 
 def test_every_wheel_goes_with_its_own_cann():

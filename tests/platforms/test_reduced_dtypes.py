@@ -1,4 +1,4 @@
-"""HCCL reduces integers, fp16, bf16 and fp32: no feature asks it for more."""
+"""HCCL only reduces integers, fp16, bf16 and fp32; no feature reduces other types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_dsa.megatron import measured
 from tests.support.stand_in import measures
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
-# Backends of operators on other devices.
+# Operator backends of other devices.
 ELSEWHERE = {"cpu", "triton", "hopper", "cuda"}
 REDUCING = {"all_reduce", "reduce_scatter", "reduce_scatter_tensor", "_all_reduce_coalesced"}
 WIDE = {"float64", "double"}
@@ -25,7 +25,7 @@ WIDE = {"float64", "double"}
 
 @contextmanager
 def as_hccl(other_ranks):
-    """Two ranks: what the other one gives to a maximum; and a refusal of fp64."""
+    """Simulate a second rank's values in a maximum, and refuse fp64."""
 
     def all_reduce(tensor, op=None, group=None):
         assert tensor.dtype in (torch.int64, torch.int32, torch.float32), f"HCCL reduces no {tensor.dtype}"

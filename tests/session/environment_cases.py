@@ -1,4 +1,4 @@
-"""Cases of checks of a job's surroundings: where each has something to say, and where it has not."""
+"""Cases of environment checks: when each check reports something, and when it is silent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HIDDEN = ("all-to-alls of experts (moe-fb-overlap)",)
 
 
 def _found(*megatrons: Installation) -> dict[str, Any]:
-    """Return the part of a case that says where Python finds Megatron."""
+    """Return the part of a case that lists the Megatron installations."""
     return {"machine": {"megatrons": megatrons}}
 
 
-# name, platform, what makes it speak, level, part of what it says, and the change with which it is silent
+# name, platform, triggering surroundings, level, part of the message, changes that silence it
 CASES = [
     (
         "hccl-expansion-mode",

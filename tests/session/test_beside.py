@@ -1,7 +1,7 @@
-"""Other libraries that change Megatron in the same process: refused, named, or trained with.
+"""Other libraries that patch Megatron in the same process: refused, named, or trained with.
 
-What MindSpeed does here is done by its own engine and flags where ``MINDSPEED`` names a checkout of it, and
-by an engine that behaves alike everywhere.
+If ``MINDSPEED`` names a checkout, MindSpeed's own engine and flags patch. A stand-in with the same behaviour
+runs everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NPU = (
 
 @pytest.fixture
 def megatron(tmp_path, monkeypatch):
-    """What registers features on a fork."""
+    """Return a function that registers features on a fork."""
     with fork.features_in(tmp_path, monkeypatch) as register:
         yield register
 
@@ -46,7 +46,7 @@ def calls():
 
 
 class Alike:
-    """An engine that patches at once, replaces or wraps by a function's name, and lists its patches."""
+    """Engine that patches at once, replaces or wraps by the function's name, and lists its patches."""
 
     def __init__(self):
         self.patches_info = {}
@@ -79,7 +79,7 @@ def alike(monkeypatch):
 
 
 def real(monkeypatch):
-    """Load MindSpeed's engine and features; torch_npu is missing here, and its features only import it."""
+    """Load MindSpeed's engine and features, with a stub of torch_npu, which they only import."""
     monkeypatch.syspath_prepend(os.environ["MINDSPEED"])
     for name in NPU:
         stands_in = MagicMock(__path__=[], __version__="2.7.1", __spec__=ModuleSpec(name, None))
@@ -173,7 +173,7 @@ def test_flags_that_both_know_are_counted_where_none_is_given(megatron, mindspee
 
 @pytest.fixture
 def liger(monkeypatch):
-    """A module of Liger-Kernel's name, in which functions are defined as its own are."""
+    """Return a module with Liger-Kernel's name that defines the test's functions."""
     module = ModuleType("liger_kernel.megatron.monkey_patch")
     for name in ("times_seven", "times_seven_wrapper"):
         code = globals()[name].__code__

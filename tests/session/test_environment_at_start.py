@@ -1,4 +1,4 @@
-"""Findings of a job's surroundings where it starts: told once, by one rank, and recorded."""
+"""Environment findings at a job's start: reported once, by one rank, and recorded."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_a_job_with_a_finding_of_each_level(tmp_path):
-    script = tmp_path / "pretrain_dsa.py"  # whose name says which defaults the job has
+    script = tmp_path / "pretrain_dsa.py"  # its name selects the job's defaults
     examples = ROOT / "examples"
     script.write_text(
         SMALL_DISK.format(examples=str(examples), script=str(examples / script.name)), encoding="utf-8"
@@ -110,7 +110,7 @@ def test_a_job_with_a_finding_of_each_level(tmp_path):
         "OMP_NUM_THREADS": str(os.cpu_count()),
     }
     wanted = [("error", "free-disk"), ("warning", "distributed-debug"), ("note", "processor-threads")]
-    if os.cpu_count() == 1:  # where one thread for each rank is all that there is
+    if os.cpu_count() == 1:  # one thread per rank is all there is
         wanted.pop()
 
     run = [sys.executable, "-m", "torch.distributed.run", *launcher[1:], *job]
@@ -121,7 +121,7 @@ def test_a_job_with_a_finding_of_each_level(tmp_path):
     record = json.loads((tmp_path / "run" / REPORT_FILE).read_text(encoding="utf-8"))
     assert [(each["level"], each["check"]) for each in record["environment"]] == wanted
 
-    # The disk of doctor is as large as it is.
+    # doctor sees the real size of the disk.
     doctor = [sys.executable, "-m", "mindspeed_dsa", "doctor", "--json", "--job", "--", *launcher, *job]
     done = warm.run(doctor, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -134,7 +134,7 @@ def test_a_job_with_a_finding_of_each_level(tmp_path):
     [
         ({}, (1, 1, 1)),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, (8, 16, 2)),
-        ({"WORLD_SIZE": "16"}, (0, 16, 1)),  # of one node or of 16
+        ({"WORLD_SIZE": "16"}, (0, 16, 1)),  # one node or 16
     ],
 )
 def test_no_nodes_are_made_up_where_the_launcher_does_not_say_how_many_ranks_each_has(variables, ranks):

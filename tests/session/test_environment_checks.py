@@ -1,4 +1,4 @@
-"""Checks of a job's surroundings: each where it has something to say, and where it has not."""
+"""Environment checks: each reports a problem where there is one, and is silent elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = {check.name: check for check in checks_of(shipped())}
 
 
 def found(name, platform="cuda", args=(), variables=(), machine=(), **others):
-    """Findings of one check, as a job of the platform would see them."""
+    """Return the findings of one check, as a job on the platform would see them."""
     about = Surroundings(
         platform=platform,
         args=SimpleNamespace(**dict(args)),

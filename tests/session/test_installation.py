@@ -1,4 +1,4 @@
-"""What is installed, looked at before a job starts: one message, and what no job survives is refused."""
+"""Installation checks before a job starts: one message, and refusal of fatal problems."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def checkout(folder, release="0.16.1", built=False):
 )
 def test_packages_of_a_checkout_by_release(monkeypatch, tmp_path, release, wanted):
     monkeypatch.setattr(installation, "find_spec", lambda name: None)
-    (found,) = installation.copies("megatron", [str(checkout(tmp_path / "a", release, built=True))])
-    assert set(installation.absent([found])) == wanted
-    (found,) = installation.copies("megatron", [str(checkout(tmp_path / "b", release))])
-    assert set(installation.absent([found])) == wanted | {"pybind11"}
+    (package,) = installation.copies("megatron", [str(checkout(tmp_path / "a", release, built=True))])
+    assert set(installation.absent([package])) == wanted
+    (package,) = installation.copies("megatron", [str(checkout(tmp_path / "b", release))])
+    assert set(installation.absent([package])) == wanted | {"pybind11"}
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "six" else object())
-    assert installation.absent([found]) == (("six",) if "six" in wanted else ())
+    assert installation.absent([package]) == (("six",) if "six" in wanted else ())
     assert installation.absent([WHEEL]) == ()
 
 
@@ -78,7 +78,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch):
             session.current().look_at_installation()
         monkeypatch.setenv("LOCAL_RANK", "1")
         session.current().look_at_installation()
-    with session.enabled():  # with nothing switched on nobody asks
+    with session.enabled():  # with nothing enabled there is no check
         monkeypatch.setenv("LOCAL_RANK", "2")
         monkeypatch.setattr(session.current(), "features", [])
         session.current().look_at_installation()

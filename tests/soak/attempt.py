@@ -1,4 +1,4 @@
-"""One start of a job: its processes, what they print, how far it is."""
+"""One start of a job: its processes, their output, and its progress."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ import psutil
 from tests.soak.launcher import end_with
 
 _MARK = "SOAK_ATTEMPT"
-"""Variable by which all processes of an attempt are found, whoever started them; forks have names."""
+"""Environment variable that marks all processes of an attempt. Forks are recognized by their names."""
 _NUMBERS = itertools.count()
 _POLL_S = 0.02
 _LEAVE_S = 20.0
-"""From the end of a launcher to that of everything that it started, on a busy machine."""
+"""Seconds from a launcher's end until all of its processes have ended, on a busy machine."""
 
 
 class Failure(Exception):
-    """What must not happen; the message says what did."""
+    """A failed check; the message says which."""
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What one rank has printed in one of the starts that a launcher made.
+    """Output of one rank in one of a launcher's starts.
 
     Attributes:
         start: number of the start, from 0.
-        rank: its local number.
+        rank: local rank.
+        text: printed text.
     """
 
     start: int
@@ -45,14 +46,14 @@ class Printed:
 
 
 class Attempt:
-    """A launcher and what it has started; a context manager that leaves nothing of it.
+    """A launcher and its processes. As a context manager, it leaves no process behind.
 
     Args:
-        command: of the launcher, or what it does in a fork of this process.
-        logs: folder for what is printed.
-        environ: of all processes.
-        run: folder of the run, without the number that a second one gets.
-        patience_s: seconds without a step, or a start, after which the job counts as hung.
+        command: launcher's command, or a function to run in a fork of this process.
+        logs: folder for the output.
+        environ: environment of all processes.
+        run: folder of the run, without the number that a second run gets.
+        patience_s: seconds without a step or a start after which the job counts as hung.
     """
 
     def __init__(
@@ -93,31 +94,31 @@ class Attempt:
     # -- processes ----------------------------------------------------------------------------------
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return ranks that run, by number."""
-        found = {}
+        """Return the running ranks by number."""
+        running = {}
         with contextlib.suppress(psutil.Error):
             for process in self.launcher.children():
                 with contextlib.suppress(psutil.Error, ValueError, KeyError):
                     if _runs(process):
-                        found[self._rank_of(process)] = process
-        return found
+                        running[self._rank_of(process)] = process
+        return running
 
     def writers(self) -> list[psutil.Process]:
-        """Return processes that write a checkpoint for a rank."""
-        found = []
+        """Return the processes that write a checkpoint for a rank."""
+        writers = []
         for rank in self.ranks().values():
             with contextlib.suppress(psutil.Error):
-                found += [child for child in rank.children() if _runs(child)]
-        return found
+                writers += [child for child in rank.children() if _runs(child)]
+        return writers
 
     def everything(self) -> list[psutil.Process]:
-        """Return all processes that run, orphans too."""
-        found = []
+        """Return all running processes, including orphans."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if self._is_ours(process) and _runs(process):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def _rank_of(self, process: psutil.Process) -> int:
         _, forked, rank = process.name().partition(f"{self._mark}.")
@@ -132,14 +133,14 @@ class Attempt:
 
     @property
     def code(self) -> int | None:
-        """Exit code of the launcher; ``None`` while it runs."""
+        """Launcher's exit code; ``None`` while it runs."""
         return self.launcher.poll()
 
     def wait(self, happened: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until something has happened, or the launcher has ended; whether it happened before.
+        """Wait until ``happened()`` is true; return False if the launcher ends first.
 
         Raises:
-            Failure: nothing goes on any more.
+            Failure: the job makes no progress.
         """
         while self.code is None:
             if happened():
@@ -149,10 +150,10 @@ class Attempt:
         return False
 
     def wait_for_end_of(self, processes: Sequence[psutil.Process], seconds: float) -> float:
-        """Wait until processes have ended; seconds that it took.
+        """Wait until the processes have ended; return the seconds that it took.
 
         Raises:
-            Failure: some have not in so many seconds.
+            Failure: some still run after ``seconds``.
         """
         begin = time.monotonic()
         while alive := [process for process in processes if _runs(process)]:
@@ -171,7 +172,7 @@ class Attempt:
             raise Failure(f"the job made no step for {self._patience_s:.0f} s after step {self.step}")
 
     def look_for_orphans(self) -> None:
-        """Wait until all processes of an attempt whose launcher has ended are gone.
+        """Wait until all processes of an ended launcher are gone.
 
         Raises:
             Failure: some stay.
@@ -186,7 +187,7 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything at once."""
+        """Kill all processes."""
         while everything := self.everything():
             for process in everything:
                 with contextlib.suppress(psutil.Error):
@@ -197,7 +198,7 @@ class Attempt:
 
     @property
     def run(self) -> Path:
-        """Folder of the newest run: a job that was killed before its first checkpoint begins another."""
+        """Folder of the newest run. A job killed before its first checkpoint begins another run."""
         numbers = [
             int(path.name[len(self._run.name) + 1 :])
             for path in self._run.parent.glob(f"{self._run.name}-*")
@@ -207,12 +208,12 @@ class Attempt:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of its checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.run / "checkpoints"
 
     @property
     def starts(self) -> int:
-        """How often the launcher has started ranks."""
+        """Number of times that the launcher has started ranks."""
         return max((each.start + 1 for each in self.printed()), default=0)
 
     @property
@@ -228,7 +229,7 @@ class Attempt:
         return any(self.checkpoints.glob(".iter_*.partial"))
 
     def printed(self) -> list[Printed]:
-        """Return what ranks have printed, in the order of starts and ranks."""
+        """Return the ranks' output, in the order of starts and ranks."""
         texts: dict[tuple[int, int], str] = {}
         for path in sorted(self.logs.glob("*/attempt_*/*/std*.log")):
             start = int(re.sub(r"\D", "", path.parts[-3]))
@@ -238,7 +239,7 @@ class Attempt:
 
 
 class _Forked(psutil.Process):
-    """A fork of this process that does something and ends; has what is used of ``psutil.Popen``."""
+    """A fork of this process that runs a function and ends; has the used methods of ``psutil.Popen``."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         sys.stdout.flush()
@@ -266,7 +267,7 @@ def steps_in(text: str) -> list[int]:
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    """Return the whole lines of a file with one JSON object a line; the last may be under way."""
+    """Return the complete lines of a file with a JSON object per line; the last may be half written."""
     return list(_records(run / name))
 
 

@@ -1,4 +1,4 @@
-"""Damage to the files of checkpoints, while the job is down."""
+"""Damage to the files of checkpoints, done while the job is down."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MANIFEST = "dsa_manifest.json"
 
 
 def newest(checkpoints: Path, damaged: dict[Path, int]) -> int | None:
-    """Return the iteration that a job has to go on from; ``None`` without a checkpoint.
+    """Return the iteration from which a job has to resume; ``None`` without a checkpoint.
 
     Args:
         checkpoints: folder of a run's checkpoints.
-        damaged: inodes of folders with damage; a checkpoint that was written anew has another.
+        damaged: inodes of damaged folders; a checkpoint that was written again has another inode.
     """
     whole = [
         int(path.name[5:])
@@ -29,7 +29,7 @@ def newest(checkpoints: Path, damaged: dict[Path, int]) -> int | None:
 
 
 def tracked(checkpoints: Path) -> int | None:
-    """Return what the tracker says; ``None`` if it says nothing."""
+    """Return the tracker's iteration; ``None`` if it has none."""
     try:
         text = (checkpoints / TRACKER).read_text()
     except OSError:
@@ -43,7 +43,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def truncate(checkpoint: Path, chance: random.Random) -> str:
-    """Cut a shard short; words of the line that has to say so."""
+    """Truncate a shard; return part of the message that the job has to print."""
     shard = _shard(checkpoint, chance)
     size = shard.stat().st_size
     with open(shard, "r+b") as file:
@@ -54,11 +54,11 @@ def truncate(checkpoint: Path, chance: random.Random) -> str:
 def flip(checkpoint: Path, chance: random.Random) -> str:
     """Flip one bit of a shard."""
     shard = _shard(checkpoint, chance)
-    at = chance.randrange(shard.stat().st_size)
+    offset = chance.randrange(shard.stat().st_size)
     with open(shard, "r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([byte ^ 1 << chance.randrange(8)]))
     return f"{shard.name} has another content"
 
@@ -72,7 +72,7 @@ def lose(checkpoint: Path, chance: random.Random) -> str:
 
 
 def put_foreign_json(checkpoint: Path, chance: random.Random) -> str:
-    """Write another program's JSON where the manifest, or Megatron's own list, was."""
+    """Replace the manifest, or Megatron's own list, by another program's JSON."""
     name = chance.choice([MANIFEST, "metadata.json"])
     (checkpoint / name).write_text(json.dumps({"name": "another program", "files": []}))
     return f"{name} "
@@ -91,7 +91,7 @@ DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
     "foreign": put_foreign_json,
     "tracker": empty_tracker,
 }
-"""Kinds; each returns what the job has to say when it passes over the checkpoint."""
+"""Kinds of damage; each function returns part of the job's message when it skips the checkpoint."""
 
 
 def _shard(checkpoint: Path, chance: random.Random) -> Path:

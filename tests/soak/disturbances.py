@@ -1,4 +1,4 @@
-"""What is done to a job, and when."""
+"""Disturbances of a job, and their times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.soak.layouts import SAVE_INTERVAL, STEPS
 from tests.soak.surroundings import Surroundings
 
 END_S = 60.0
-"""From the death of a rank to the end of all others; two of torchrun's grace periods."""
+"""Seconds from a rank's death until all others have ended; two of torchrun's grace periods."""
 ROOMS = 0, 16 << 10
-"""Bytes that a full disk still has."""
+"""Bytes left on a full disk."""
 _DISK = r"No space left on device|File too large|the disk may be full"
 
 
 class TooLate(Exception):
-    """What was to be disturbed has ended meanwhile."""
+    """The target of a disturbance has already ended."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Scene:
     """A disturbance of an attempt.
 
     Attributes:
-        attempt: that is disturbed.
-        chance: draws ranks and seconds.
+        attempt: disturbed attempt.
+        chance: random generator for ranks and delays.
         around: disk and link.
-        said: patterns that ranks have to print because of it.
-        slowest_s: from a death to the end of all ranks, the longest.
+        said: patterns that the ranks have to print because of it.
+        slowest_s: longest time from a death to the end of all ranks, in seconds.
     """
 
     attempt: Attempt
@@ -46,25 +46,25 @@ class Scene:
     slowest_s: float = 0.0
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return ranks that run; TooLate if there are none."""
+        """Return the running ranks; raise TooLate if there are none."""
         if ranks := self.attempt.ranks():
             return ranks
         raise TooLate
 
     def ends(self, ranks: list[psutil.Process]) -> None:
-        """Wait until ranks have ended because of one's death."""
+        """Wait until the ranks have ended after the death of one."""
         self.slowest_s = max(self.slowest_s, self.attempt.wait_for_end_of(ranks, END_S))
 
 
 def kill_rank(scene: Scene) -> None:
-    """Kill one rank; the others have to end."""
+    """Kill one rank; the others must end."""
     ranks = scene.ranks()
     ranks[scene.chance.choice(sorted(ranks))].kill()
     scene.ends(list(ranks.values()))
 
 
 def kill_parent(scene: Scene) -> None:
-    """Kill the launcher and everything that it has started, in any order."""
+    """Kill the launcher and all of its processes, in random order."""
     while everything := scene.attempt.everything():  # some may start others meanwhile
         scene.chance.shuffle(everything)
         for process in everything:
@@ -74,20 +74,20 @@ def kill_parent(scene: Scene) -> None:
 
 
 def kill_in_save(scene: Scene) -> None:
-    """Kill a rank, or all, some milliseconds after a save has begun."""
+    """Kill a rank, or all, some milliseconds into a save."""
     time.sleep(scene.chance.uniform(0, 0.15))
     scene.chance.choice([kill_rank, kill_parent])(scene)
 
 
 def kill_writer(scene: Scene) -> None:
-    """Kill a process that writes a checkpoint, if one is still there."""
+    """Kill a process that writes a checkpoint, if one is left."""
     attempt, ranks, step = scene.attempt, scene.ranks(), scene.attempt.step
     attempt.wait(lambda: bool(attempt.writers()) or not attempt.is_saving())
     writers = attempt.writers()
     if not writers:
         raise TooLate
     scene.chance.choice(writers).kill()
-    # It may have written everything: then nothing happens.
+    # It may have written everything already: then nothing happens.
     attempt.wait(lambda: attempt.step > step + SAVE_INTERVAL or not _any_runs(ranks))
     if not _any_runs(ranks) and attempt.code != 0:
         scene.said.append("its writer has ended without a word")
@@ -106,7 +106,7 @@ def terminate(scene: Scene) -> None:
 
 
 def stop(scene: Scene) -> None:
-    """Stop a rank for some seconds; the job goes on afterwards."""
+    """Stop a rank for some seconds; the job continues afterwards."""
     ranks = scene.ranks()
     victim = ranks[scene.chance.choice(sorted(ranks))]
     victim.suspend()
@@ -115,14 +115,14 @@ def stop(scene: Scene) -> None:
 
 
 def slow_link(scene: Scene) -> None:
-    """Slow the link down for some seconds; the job goes on."""
+    """Slow the link for some seconds; the job continues."""
     with scene.around.slow_link():
         end = time.monotonic() + scene.chance.uniform(2, 6)
         scene.attempt.wait(lambda: time.monotonic() > end)
 
 
 def fill_disk(scene: Scene) -> None:
-    """Leave no room until the job has ended, in all starts that its launcher makes."""
+    """Leave no space on the disk until the job has ended, through all of its launcher's restarts."""
     scene.ranks()
     with scene.around.full_disk(scene.attempt.everything(), scene.chance.choice(ROOMS)):
         scene.attempt.wait()
@@ -135,10 +135,10 @@ class Kind:
     """A kind of disturbance.
 
     Attributes:
-        act: does it.
-        moments: of a job, at one of which it is done: ``start``, ``step`` or ``save``.
-        kills: whether it is a kill.
-        goes_on: whether the same processes go on.
+        act: function that disturbs.
+        moments: phases of a job in which it may happen: ``start``, ``step`` or ``save``.
+        kills: whether it kills processes.
+        goes_on: whether the same processes continue.
     """
 
     act: Callable[[Scene], None]
@@ -158,17 +158,17 @@ KINDS = {
     "link": Kind(slow_link, kills=False, goes_on=True),
     **{name: Kind(kill_parent) for name in DAMAGE},
 }
-"""Kinds by name; those of damage begin with a kill, and the files are damaged while the job is down."""
+"""Kinds by name. Damage begins with a kill, and the files are damaged while the job is down."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A disturbance to come.
+    """A planned disturbance.
 
     Attributes:
-        name: of its kind.
-        moment: of the job.
-        part: of what lies before that moment, 0 to 1: of the start-up, or of the steps that are left.
+        name: name of its kind.
+        moment: phase of the job.
+        part: fraction, 0 to 1, of the start-up or of the remaining steps that passes before it.
     """
 
     name: str
@@ -179,10 +179,10 @@ class Planned:
         return f"{self.name} at a {self.moment}"
 
     def wait(self, attempt: Attempt, start_s: float) -> bool:
-        """Wait for the moment; whether it has come before the job's end.
+        """Wait for the moment; return False if the job ends first.
 
         Args:
-            attempt: that is disturbed.
+            attempt: attempt to disturb.
             start_s: seconds that an undisturbed job needs to its first step.
         """
         if self.moment == "start":
@@ -190,7 +190,7 @@ class Planned:
             return attempt.wait(lambda: time.monotonic() > end and bool(attempt.ranks()))
         if not attempt.wait(lambda: attempt.step > 0):
             return False
-        # The sooner, the more disturbances a run sees; two saves at least are made where files are damaged.
+        # Sooner means more disturbances in a run. Damage to files needs at least two saves before it.
         step = attempt.step
         least = 2 * SAVE_INTERVAL + 1 if self.name in DAMAGE else 1
         wanted = min(max(step + int(self.part * (STEPS - step) / 2), least), STEPS - 2)
@@ -200,6 +200,6 @@ class Planned:
 
 
 def draw(kinds: list[str], number: int, chance: random.Random) -> list[Planned]:
-    """Return so many disturbances."""
+    """Draw ``number`` disturbances."""
     names = [chance.choice(kinds) for _ in range(number)]
     return [Planned(name, chance.choice(KINDS[name].moments), chance.random()) for name in names]

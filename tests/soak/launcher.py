@@ -1,7 +1,7 @@
-"""A launcher that does what torchrun does for one machine, with ranks that begin with everything imported.
+"""Replacement of torchrun on one machine, with ranks that start with everything imported.
 
-The soak imports torch, Megatron and the job once; a launcher and its ranks are forks of it, and there at once
-where torchrun takes ten seconds of a core for each process. They are told apart by their names.
+The soak imports torch, Megatron and the job once. A launcher and its ranks are forks of it and start at once,
+where torchrun needs ten seconds of a core per process. They are told apart by their names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _GRACE_S = 30.0  # torchrun's, from SIGTERM to SIGKILL
 
 
 def forks(job: Callable[[Layout, Place], int]) -> Command:
-    """Return what makes launchers whose ranks are forks of this process.
+    """Return a factory of launchers with ranks that are forks of this process.
 
     Args:
-        job: what a rank does; its exit code.
+        job: function that runs a rank and returns its exit code.
     """
 
     def command(layout: Layout, place: Place, restarts: int) -> Callable[[str], int]:
@@ -55,7 +55,7 @@ def forks(job: Callable[[Layout, Place], int]) -> Command:
 
 
 def prepare() -> None:
-    """Import everything that the job imports; before there is a thread."""
+    """Import everything that the job imports, before any thread exists."""
     os.environ.update(environment())
     sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
     from tests.support import sources
@@ -71,7 +71,7 @@ def prepare() -> None:
 
 
 def example_job(layout: Layout, place: Place) -> int:
-    """Run a rank of the example job, after :func:`prepare`; its exit code."""
+    """Run a rank of the example job after :func:`prepare`; return its exit code."""
     from dsa_job.app import main
 
     from mindspeed_dsa import session
@@ -82,13 +82,13 @@ def example_job(layout: Layout, place: Place) -> int:
 
 
 def launch(ranks: int, logs: Path, restarts: int, start: Callable[[int, Path], int]) -> int:
-    """Start ranks, and end all when one has ended; again so many times; 0 if all have ended well.
+    """Start ranks, and end all when one ends; restart them after a failure. Return 0 on success.
 
     Args:
-        ranks: how many.
-        logs: folder for what they print.
-        restarts: after a failure.
-        start: starts a rank that prints into a file, as a child of this process; its number.
+        ranks: number of ranks.
+        logs: folder for their output.
+        restarts: number of restarts after failures.
+        start: function that starts a rank as a child process, printing into a file; returns its process id.
     """
     started: list[int] = []
 
@@ -133,12 +133,12 @@ def _end(pids: list[int]) -> None:
 
 
 def end_with(function: Callable[[], int], name: str, output: Path) -> None:
-    """Call a function in this forked process, and end that as the interpreter does.
+    """Run a function in this forked process, then exit as the interpreter does.
 
     Args:
-        function: returns the exit code.
-        name: of the process.
-        output: what it prints goes there.
+        function: function that returns the exit code.
+        name: name of the process.
+        output: file for its output.
     """
     code = 1
     try:

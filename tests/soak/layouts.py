@@ -1,4 +1,4 @@
-"""Jobs of the soak: a tiny model on real text in four layouts, each with other features that own state."""
+"""Jobs of the soak: a tiny model on real text in four layouts, each with other stateful features."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MODEL = f"""
 
 @dataclass(frozen=True)
 class Layout:
-    """A job.
+    """Layout of a job.
 
     Attributes:
-        name: for command line and report.
-        ranks: processes that torchrun starts.
-        flags: beside those of the model.
+        name: name on the command line and in the report.
+        ranks: number of processes.
+        flags: flags in addition to the model's.
     """
 
     name: str
@@ -58,12 +58,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job reads and writes.
+    """Folders of a job.
 
     Attributes:
-        run: its folder.
-        logs: what it prints.
-        cache: of indexed text, which all jobs share.
+        run: folder of the run.
+        logs: folder for the output.
+        cache: folder of indexed text, which all jobs share.
     """
 
     run: Path
@@ -72,12 +72,13 @@ class Place:
 
 
 Command = Callable[[Layout, Place, int], Sequence[str] | Callable[[str], int]]
-"""Makes the command of a job, which a launcher starts again so many times by itself; or a launcher for a
-fork of this process, which names its ranks after the name that it is given."""
+"""Factory of a job's command for a layout, a place, and a number of restarts by the launcher itself. It may
+return a launcher function instead, for a fork of this process; its argument is a prefix of the ranks' names.
+"""
 
 
 def torchrun(layout: Layout, place: Place, restarts: int) -> list[str]:
-    """Return the command of the example job; what ranks print goes to ``attempt_N/RANK/std*.log``."""
+    """Return the torchrun command of the example job; ranks print to ``attempt_N/RANK/std*.log``."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(layout.ranks), "--max-restarts", str(restarts)]
     launcher += ["--redirects", "3", "--log-dir", str(place.logs)]
@@ -101,6 +102,6 @@ def environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Else ranks that torchrun starts again find addresses of killed ones in the store, and do not meet.
+        # Otherwise ranks that torchrun restarts find addresses of killed ones in the store, and never meet.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

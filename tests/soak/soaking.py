@@ -1,4 +1,4 @@
-"""The soak: runs of all layouts, one after the other, for as long as it is told; counts at the end."""
+"""The soak: runs of all layouts, one after the other, for a given time; prints counts at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.soak.trial import Counts, Trial, Unbroken
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command line parser."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description="Disturb the example job at random, start it again, and compare it with an unbroken run.",
@@ -50,12 +50,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, command: Command | None = None) -> int:
-    """Soak; 0: every run has ended as the unbroken one, 1: one has not, or none has been finished."""
+    """Run the soak; return 0 if all runs ended like the unbroken one, 1 if one did not or none finished."""
     args = parser().parse_args(argv)
     if command is None and args.launcher == "forks":
         prepare()
     soak = Soak(args, command or {"forks": forks(example_job), "torchrun": torchrun}[args.launcher])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, no job is left
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no job is left then, either
     try:
         soak.run()
     except KeyboardInterrupt:
@@ -68,11 +68,11 @@ def main(argv: Sequence[str] | None = None, command: Command | None = None) -> i
 
 
 class Soak:
-    """All runs.
+    """All runs of a soak.
 
     Args:
-        args: of :func:`parser`.
-        command: makes the job's command.
+        args: parsed arguments of :func:`parser`.
+        command: factory of the job's command.
     """
 
     def __init__(self, args: argparse.Namespace, command: Command) -> None:
@@ -153,7 +153,7 @@ class Soak:
         )
 
     def _keep(self, number: int, layout: str, folder: Path, failure: Failure) -> None:
-        """Keep what a run has left that has failed; the disk goes when the soak ends."""
+        """Keep the files of a failed run, as its disk goes away when the soak ends."""
         kept = self.folder / f"failed-{self.args.seed}-{number}"
         shutil.rmtree(kept, ignore_errors=True)
         if folder.exists():

@@ -1,7 +1,7 @@
-"""A job of milliseconds that prints, saves and goes on as the example job does.
+"""A job of milliseconds that prints, saves and resumes as the example job does.
 
-``python -m tests.soak.stub_job FLAGS`` soaks it. With ``STUB_FAULT`` it does one thing wrong, which has
-to be found. Its checkpoints and folders are the example job's own; its only weight is a number.
+``python -m tests.soak.stub_job FLAGS`` soaks it. ``STUB_FAULT`` makes it do one thing wrong, which the soak
+has to find. Its checkpoints and folders are the example job's own; its only weight is a number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAULT = os.environ.get("STUB_FAULT", "")
 
 
 def rank(layout: Layout, place: Place) -> int:
-    """Train on rank 0, and wait for it on the others."""
+    """Train on rank 0; other ranks wait for it."""
     number = int(os.environ["RANK"])
     here = place.run.parent
     over = here / f"over-{os.environ['MASTER_PORT']}"
@@ -94,7 +94,7 @@ def _train(run: folders.Run) -> None:
 
 
 def _save(folder: Path, step: int, weight: int) -> Callable[[], None]:
-    """Begin to write a checkpoint in another process; return what waits for it and names it."""
+    """Begin to write a checkpoint in another process; return a function that waits and names it."""
     partial = checkpoints.begin(folder, step)
     (partial / "common.pt").write_text(json.dumps([step, weight]))
     (partial / "metadata.json").write_text("{}")

@@ -1,7 +1,7 @@
-"""A disk that can be full and a link that can be slow, for this process and those that it starts alone.
+"""A disk that can fill up and a link that can be slow, for this process and its children.
 
-Both need Linux and root: namespaces of this process, which go when the last process in them has ended.
-Without them a full disk is a limit on the size of files, and there is no slow link.
+Both need Linux and root: they are namespaces of this process, which end with their last process. Without
+them, a full disk is a limit on the size of files, and there is no slow link.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import psutil
 from benchmarks.linkbed import LinkBedError, require_tools
 
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS and CLONE_NEWNET of <linux/sched.h>
-_PRINTED = 64 << 10  # bytes that a job prints at most, and less than a shard has
+_PRINTED = 64 << 10  # a job prints less than that, and a shard is larger
 _RATE = ("rate", "4mbit", "burst", "256k", "latency", "400ms")
 
 
 class Surroundings:
-    """What is around the jobs.
+    """Disk and link of the jobs.
 
     Args:
-        disk: folder on the disk; it is empty, or is made.
-        size: bytes of the disk.
+        disk: folder on the disk, empty or not yet made.
+        size: size of the disk in bytes.
 
     Attributes:
-        skipped: what cannot be had here, and why.
+        skipped: unavailable disturbances, with reasons.
     """
 
     def __init__(self, disk: Path, size: int = 1 << 30) -> None:
@@ -62,12 +62,12 @@ class Surroundings:
 
     @property
     def has_link(self) -> bool:
-        """Whether there is a link that can be slow."""
+        """Whether there is a link that can be slowed."""
         return self._linked
 
     @contextlib.contextmanager
     def full_disk(self, processes: Sequence[psutil.Process], room: int) -> Iterator[None]:
-        """Leave so many bytes of room on the disk; without one, to these processes and their children."""
+        """Leave ``room`` bytes on the disk; without a disk, limit these processes and their children."""
         if not self._mounted:
             limit = max(room, _PRINTED)
             for process in processes:
@@ -95,7 +95,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def slow_link(self) -> Iterator[None]:
-        """Let 4 Mbit/s pass between all ranks together."""
+        """Limit the traffic of all ranks together to 4 Mbit/s."""
         _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_RATE)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The soak on a job of milliseconds: what it does to it, and that it finds what goes wrong."""
+"""The soak on a job of milliseconds: its disturbances, and the faults that it finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KILLS = ("rank", "parent", "save", "term")
 def soak(
     folder: Path, *flags: str, fault: str = "", write_s: float = 0.05
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit code, counts and output; in a process of its own, which takes namespaces for itself."""
+    """Run the soak in a separate process, which takes namespaces; return code, counts and output."""
     command = [sys.executable, "-m", "tests.soak.stub_job", "--folder", str(folder), *flags]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "STUB_FAULT": fault, "STUB_WRITE_S": str(write_s)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environ, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""One run that is disturbed and started again with the same command until it has finished."""
+"""One run that is disturbed, and restarted with the same command until it has finished."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tests.soak.surroundings import Surroundings
 from tests.soak.verdict import check_printed, check_results, check_resumed, check_said, passed_over
 
 RESTARTS = 3
-"""Of torchrun by itself, in half of the attempts."""
+"""Number of restarts by torchrun itself, in half of the attempts."""
 
 
 @dataclass
 class Counts:
-    """What has happened so far.
+    """Counts so far.
 
     Attributes:
-        finished: runs that have ended as the unbroken one, by layout.
-        disturbances: by kind.
-        missed: those for which the job had ended too early, by kind.
-        starts: by whom: ``command``, and ``torchrun`` by itself.
-        passed_over: checkpoints, by reason.
-        steps_repeated: all runs together.
-        seconds_lost: beyond the unbroken run's time, finished runs together.
-        slowest_end_s: from the death of a rank to the end of all.
-        kills_while_saving: of ranks, parents and writers.
+        finished: runs that ended like the unbroken one, by layout.
+        disturbances: number of disturbances by kind.
+        missed: disturbances that came after the job's end, by kind.
+        starts: number of starts by ``command``, and by ``torchrun`` itself.
+        passed_over: skipped checkpoints, by reason.
+        steps_repeated: number of repeated steps, all runs together.
+        seconds_lost: time beyond the unbroken run's, all finished runs together.
+        slowest_end_s: longest time from the death of a rank to the end of all.
+        kills_while_saving: kills of ranks, parents and writers during a save.
     """
 
     finished: Counter[str] = field(default_factory=Counter)
@@ -49,18 +49,18 @@ class Counts:
 
     @property
     def kills(self) -> int:
-        """All disturbances that are kills."""
+        """Number of disturbances that are kills."""
         return sum(number for name, number in self.disturbances.items() if KINDS[name].kills)
 
 
 @dataclass
 class Unbroken:
-    """The run that is compared with.
+    """The undisturbed run that others are compared with.
 
     Attributes:
-        run: its folder.
-        start_s: until its first step.
-        whole_s: until its end.
+        run: folder of the run.
+        start_s: seconds to its first step.
+        whole_s: seconds to its end.
     """
 
     run: Path
@@ -70,19 +70,19 @@ class Unbroken:
 
 @dataclass
 class Trial:
-    """A run.
+    """A disturbed run.
 
     Attributes:
-        layout: of its job.
-        folder: on the disk that may be full.
-        printed: folder for what jobs print, on another.
-        cache: of indexed text.
-        command: makes the job's command.
+        layout: layout of its job.
+        folder: folder on the disk that may fill up.
+        printed: folder for output, on another disk.
+        cache: folder of indexed text.
+        command: factory of the job's command.
         around: disk and link.
-        chance: draws everything.
-        counts: what is added to.
-        patience_s: for :class:`Attempt`.
-        until: no disturbance comes after that time, of :func:`time.monotonic`.
+        chance: random generator of everything.
+        counts: counts to update.
+        patience_s: seconds of patience of :class:`Attempt`.
+        until: time of :func:`time.monotonic` after which no disturbance begins.
     """
 
     layout: Layout
@@ -113,10 +113,10 @@ class Trial:
             return Unbroken(attempt.run, start_s, time.monotonic() - begin)
 
     def disturbed(self, planned: list[Planned], unbroken: Unbroken) -> None:
-        """Run the job to its end with disturbances, and compare.
+        """Run the job to its end with disturbances, and compare it with the unbroken run.
 
         Raises:
-            Failure: it did not end as the unbroken one, or something on the way was wrong.
+            Failure: the run differs from the unbroken one, or an earlier check failed.
         """
         planned, begin = list(planned), time.monotonic()
         while True:
@@ -154,7 +154,7 @@ class Trial:
         floors: list[int | None],
         said: list[str],
     ) -> str | None:
-        """Do what is planned while the launcher runs; the name of what has ended a start, at last."""
+        """Apply planned disturbances while the launcher runs; return the last that ended a start."""
         last = None
         while planned and attempt.code is None and time.monotonic() < self.until:
             next_one = planned.pop(0)
@@ -176,13 +176,13 @@ class Trial:
             if not kind.goes_on:
                 last = next_one.name
                 floors.append(self._floor(attempt))
-                # Where torchrun starts the ranks again, the next disturbance is one of the new ones.
-                if next_one.name != "writer":  # which may have written everything
+                # If torchrun restarts the ranks, the next disturbance hits the new ones.
+                if next_one.name != "writer":  # it may have written everything
                     attempt.wait(lambda start=start: attempt.starts > start)
         return last
 
     def _end(self, attempt: Attempt, floors: list[int | None], said: list[str]) -> None:
-        """Hold against an attempt what it has printed and left."""
+        """Check the output and the files of an attempt."""
         attempt.look_for_orphans()
         printed = attempt.printed()
         check_printed(printed)
@@ -197,7 +197,7 @@ class Trial:
         self.counts.starts["torchrun"] += attempt.starts - 1 if attempt.starts else 0
 
     def _damage(self, attempt: Attempt, kind: str) -> None:
-        """Damage the newest checkpoint, unless there would be none to go on from."""
+        """Damage the newest checkpoint, unless no intact one would be left."""
         step = self._floor(attempt)
         if step is None:
             return

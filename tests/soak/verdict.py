@@ -1,4 +1,4 @@
-"""What is held against a job: what its ranks have printed, where it went on, what it ended with."""
+"""Checks of a job: its ranks' output, the steps from which it resumed, and its results."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _PASSED = re.compile(r"^checkpoint: .* passed over: (.*)$", re.MULTILINE)
 
 
 def check_printed(printed: Sequence[Printed]) -> None:
-    """Refuse tracebacks, but of connections that a rank which was killed has broken.
+    """Refuse tracebacks, except those of connections that a killed rank has broken.
 
     Raises:
-        Failure: a rank has printed one.
+        Failure: a rank has printed another traceback.
     """
-    for each in printed:
-        for trace in each.text.split(_TRACEBACK)[1:]:
+    for output in printed:
+        for trace in output.text.split(_TRACEBACK)[1:]:
             if any(word in trace.lower() for word in BROKEN):
                 continue
             last = trace.strip().splitlines()[-1]
-            raise Failure(f"rank {each.rank} printed a traceback in start {each.start}: {last[:200]}")
+            raise Failure(f"rank {output.rank} printed a traceback in start {output.start}: {last[:200]}")
 
 
 def check_said(printed: Sequence[Printed], patterns: Sequence[str]) -> None:
-    """Check that causes were said.
+    """Check that the ranks have printed all expected patterns.
 
     Raises:
-        Failure: one was not, by any rank.
+        Failure: no rank has printed one of them.
     """
     for pattern in patterns:
         if not any(re.search(pattern, each.text) for each in printed):
@@ -44,35 +44,37 @@ def check_said(printed: Sequence[Printed], patterns: Sequence[str]) -> None:
 
 
 def check_resumed(printed: Sequence[Printed], floors: Sequence[int | None]) -> Iterator[tuple[int, int]]:
-    """Check that each start went on from a checkpoint that was there.
+    """Check that each start resumed from an existing checkpoint.
 
     Args:
-        printed: by ranks of one attempt.
-        floors: newest whole checkpoint before each start; starts after the last have the same.
+        printed: output of the ranks of one attempt.
+        floors: newest whole checkpoint before each start; the last value also holds for later starts.
 
     Yields:
-        The step that a start went on from, and its last, for each that made a step.
+        The step from which a start resumed, and its last step, for each start that made a step.
 
     Raises:
-        Failure: one began anew, or from an older checkpoint.
+        Failure: a start began anew, or from an older checkpoint.
     """
-    for each in printed:
-        if each.rank:
+    for output in printed:
+        if output.rank:
             continue
-        floor = floors[min(each.start, len(floors) - 1)]
-        if floor is not None and "new run in " in each.text:
-            raise Failure(f"start {each.start} began anew where there was a checkpoint of step {floor}")
-        found = _RESUMED.search(each.text)
-        steps = steps_in(each.text)
-        begun = min(steps) - 1 if steps else int(found[1]) if found else None
+        floor = floors[min(output.start, len(floors) - 1)]
+        if floor is not None and "new run in " in output.text:
+            raise Failure(f"start {output.start} began anew where there was a checkpoint of step {floor}")
+        resumed = _RESUMED.search(output.text)
+        steps = steps_in(output.text)
+        begun = min(steps) - 1 if steps else int(resumed[1]) if resumed else None
         if begun is not None and begun < (floor or 0):
-            raise Failure(f"start {each.start} went on from step {begun}, and there was one of step {floor}")
+            raise Failure(
+                f"start {output.start} went on from step {begun}, and there was one of step {floor}"
+            )
         if steps:
             yield min(steps) - 1, max(steps)
 
 
 def passed_over(printed: Sequence[Printed]) -> tuple[str, Counter[str]]:
-    """Return what starts have passed over: the lines' ends, and reasons with how often."""
+    """Return the messages about skipped checkpoints, and the count of each reason."""
     lines = [line for each in printed for line in _PASSED.findall(each.text)]
     reasons: Counter[str] = Counter()
     for line in lines:
@@ -84,7 +86,7 @@ def passed_over(printed: Sequence[Printed]) -> tuple[str, Counter[str]]:
 
 
 def check_results(run: Path, unbroken: Path) -> None:
-    """Compare a finished run with the unbroken one, bitwise: figures of all steps, tensors at the end.
+    """Compare a finished run with the unbroken one, bitwise: figures of all steps, final tensors.
 
     Raises:
         Failure: they differ, or something half written is left.
