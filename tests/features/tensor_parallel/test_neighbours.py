@@ -165,7 +165,7 @@ def recomputed() -> dict[str, Any]:
 
 
 def test_recomputed_layers(pool):
-    for found in pool.run(f"{HERE}:recomputed", 2):
+    for result in pool.run(f"{HERE}:recomputed", 2):
         # Recomputation runs the forward's collectives once more.
-        assert found["column"] == (True, [(2, 2), (4, 2)])
-        assert found["row"] == (True, [(2, 2), (2, 4)])
+        assert result["column"] == (True, [(2, 2), (4, 2)])
+        assert result["row"] == (True, [(2, 2), (2, 4)])

@@ -47,13 +47,13 @@ def written(kind: str, changed: dict[str, Any], like: bool = False) -> dict[str,
 @pytest.mark.parametrize("like", [False, True])
 @pytest.mark.parametrize(("kind", "changed"), CASES, ids=str)
 def test_every_key_of_every_reader_is_written(kind: str, changed: dict[str, Any], like: bool) -> None:
-    found = written(kind, changed, like)
-    assert list(lacking(found)) == []
-    applying = [key for key in KEYS if not key.where or key.where in found]
+    fields = written(kind, changed, like)
+    assert list(lacking(fields)) == []
+    applying = [key for key in KEYS if not key.where or key.where in fields]
     assert {"scoring_func", "topk_method", "head_dim"} <= {key.name for key in applying}
     # Without this key, its readers are named.
     for key in applying:
-        less = {name: value for name, value in found.items() if name != key.name}
+        less = {name: value for name, value in fields.items() if name != key.name}
         said = list(lacking(less))
         if key.name not in {each.where for each in KEYS}:
             assert len(said) == 1, key.name
@@ -72,19 +72,19 @@ def test_defaults_of_the_table_are_those_of_transformers(key: Any) -> None:
 @pytest.mark.parametrize("like", [False, True])
 @pytest.mark.parametrize(("kind", "changed"), CASES, ids=str)
 def test_values_are_those_of_the_model(kind: str, changed: dict[str, Any], like: bool) -> None:
-    found, theirs = written(kind, changed, like), config(kind, **changed)
-    assert found["scoring_func"] == "sigmoid"
-    assert found["topk_method"] == "noaux_tc"
-    assert found["moe_layer_freq"] == 1
-    assert (found["head_dim"], found["qk_head_dim"]) == (theirs["head_dim"], theirs["qk_head_dim"])
-    assert found["torch_dtype"] == found["dtype"] == "bfloat16"
-    assert found["rope_theta"] == found["rope_parameters"]["rope_theta"]
+    fields, theirs = written(kind, changed, like), config(kind, **changed)
+    assert fields["scoring_func"] == "sigmoid"
+    assert fields["topk_method"] == "noaux_tc"
+    assert fields["moe_layer_freq"] == 1
+    assert (fields["head_dim"], fields["qk_head_dim"]) == (theirs["head_dim"], theirs["qk_head_dim"])
+    assert fields["torch_dtype"] == fields["dtype"] == "bfloat16"
+    assert fields["rope_theta"] == fields["rope_parameters"]["rope_theta"]
     # Older readers take `rope_scaling` and `rope_theta`.
-    older = dict(found["rope_scaling"] or {"type": "default", "rope_type": "default"})
+    older = dict(fields["rope_scaling"] or {"type": "default", "rope_type": "default"})
     assert older.pop("type") == older["rope_type"]
-    assert {**older, "rope_theta": found["rope_theta"]} == found["rope_parameters"]
+    assert {**older, "rope_theta": fields["rope_theta"]} == fields["rope_parameters"]
     if kind != "deepseek_v3":
-        assert found["indexer_rope_interleave"] is (kind == "glm_moe_dsa")
+        assert fields["indexer_rope_interleave"] is (kind == "glm_moe_dsa")
 
 
 def skipped(found: dict[str, Any]) -> dict[str, list[bool]]:
@@ -113,15 +113,15 @@ def skipped(found: dict[str, Any]) -> dict[str, list[bool]]:
 def test_all_readers_see_the_same_layers_share(kind: str, changed: dict[str, Any], like: bool) -> None:
     sharing = Sharing.of(SimpleNamespace(**arguments(kind, **changed)))
     ours = [not sharing.computes(layer) for layer in range(1, 7)]
-    found = written(kind, changed, like)
-    assert any(ours) == ("index_topk_pattern" in found) == found.get("use_index_cache", False)
+    fields = written(kind, changed, like)
+    assert any(ours) == ("index_topk_pattern" in fields) == fields.get("use_index_cache", False)
     if any(ours):
-        assert ("index_topk_freq" in found) == (not sharing.pattern)
-    for reader, theirs in skipped(found).items():
+        assert ("index_topk_freq" in fields) == (not sharing.pattern)
+    for reader, theirs in skipped(fields).items():
         # xLLM takes another offset than the others without a pattern.
-        if reader != "xLLM" or "index_topk_pattern" in found:
+        if reader != "xLLM" or "index_topk_pattern" in fields:
             assert theirs == ours, reader
-    assert arguments_of(found, WHERE) == arguments(kind, **changed)
+    assert arguments_of(fields, WHERE) == arguments(kind, **changed)
 
 
 def test_a_model_that_no_longer_shares_loses_all_keys_of_sharing() -> None:
@@ -149,14 +149,14 @@ def test_an_iteration_that_megatron_does_not_have_stays_with_the_model() -> None
 def test_unknown_keys_are_kept_and_contradicted_ones_named() -> None:
     like = config("deepseek_v32") | {"aux_loss_alpha": 0.001, "num_nextn_predict_layers": 3}
     trained = job(arguments("deepseek_v32"), "0.16.1", max_position_embeddings=2**20)
-    found = config_of(trained, "0.16.1", WHO, vocabulary=1000, like=like)
-    assert found["aux_loss_alpha"] == 0.001
-    assert notes(found, like, trained) == [
+    fields = config_of(trained, "0.16.1", WHO, vocabulary=1000, like=like)
+    assert fields["aux_loss_alpha"] == 0.001
+    assert notes(fields, like, trained) == [
         "config.json has num_nextn_predict_layers 1, and the model that it is like 3",
         "config.json keeps max_position_embeddings 163840, and the job has 1048576",
     ]
     assert (
-        notes(found | {"num_nextn_predict_layers": 3}, like, job(arguments("deepseek_v32"), "0.16.1")) == []
+        notes(fields | {"num_nextn_predict_layers": 3}, like, job(arguments("deepseek_v32"), "0.16.1")) == []
     )
 
 
@@ -189,12 +189,12 @@ WORDS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None
 def test_ids_of_special_tokens_are_the_tokenizers(files: Any, ids: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "tokenizer", **files)
     tokens = companions.token_ids(folder)
-    found = config_of(job(arguments("glm_moe_dsa"), "0.16.1"), "0.16.1", WHO, tokens=tokens)
-    assert tuple(found[name] for name in TOKENS) == ids
-    (tmp_path / "config.json").write_text(json.dumps(found))
+    fields = config_of(job(arguments("glm_moe_dsa"), "0.16.1"), "0.16.1", WHO, tokens=tokens)
+    assert tuple(fields[name] for name in TOKENS) == ids
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert tuple(getattr(theirs, name) for name in TOKENS) == ids
-    assert bool(notes(found, None, None)) == (ids == (None, None, None))
+    assert bool(notes(fields, None, None)) == (ids == (None, None, None))
 
 
 def test_a_tokenizer_may_be_a_file_or_unknown(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ STRETCHED = {
     "changed", [{}, STRETCHED, {"n_group": 1, "topk_group": 1}], ids=("", "yarn", "groups")
 )
 def test_a_job_made_of_a_description_has_none(kind, changed, release):
-    found = arguments(kind, **changed)
+    read = arguments(kind, **changed)
     # A job that states nothing contradicts nothing.
-    assert mismatches(found, job(found, release), release) == []
-    assert mismatches(found, SimpleNamespace(), release) == [], "what is not said is not judged"
+    assert mismatches(read, job(read, release), release) == []
+    assert mismatches(read, SimpleNamespace(), release) == [], "what is not said is not judged"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ TOOL = {"role": "tool", "content": "22 C"}
 
 
 def tokenizer(template: str, **tokens: str) -> Any:
-    """A tokenizer of transformers with one token for each byte and each mark."""
+    """Return a transformers tokenizer with one token per byte and per mark."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[])
     made = tokenizers.Tokenizer(model)
@@ -124,7 +124,7 @@ def tokenizer(template: str, **tokens: str) -> Any:
 
 
 def counted(template: str, chat: list[dict[str, Any]], self: Any = None) -> list[str]:
-    """Return the stretches of text that count."""
+    """Return the pieces of text that are loss targets."""
     self = self or megatrons(template, words=tokenizer(template))
     tokens, target = mask_prompts(unmasked)(self, chat, True, False)
     stock = unmasked(self, chat, False, False)
@@ -163,11 +163,11 @@ def test_answers_and_their_ends_count(form):
         ([user("hi"), answer("hello"), user("so")], [earlier + "hello" + end]),
     )
     for chat, expected in cases:
-        found = counted(template, chat)
-        if chat[-1] is SYSTEM and found:
+        answers = counted(template, chat)
+        if chat[-1] is SYSTEM and answers:
             # The mark of a system's turn ends the answer, or the template's own end.
-            found = [found[0][: len(expected[0])]]
-        assert found == expected, chat
+            answers = [answers[0][: len(expected[0])]]
+        assert answers == expected, chat
 
 
 def test_reasoning_counts_where_the_template_keeps_it():
@@ -219,11 +219,11 @@ def test_the_templates_own_marks_decide():
             turn.replace("MARKED", marked.replace("END", end) + behind), "<|im_start|>assistant\n"
         )
         words = tokenizer(template)
-        found = counted(template, chat)
-        assert found == [f"hello{end or behind}", f"fine{end or behind}"], "the end counts in any case"
+        answers = counted(template, chat)
+        assert answers == [f"hello{end or behind}", f"fine{end or behind}"], "the end counts in any case"
         said = words.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         theirs = np.array(said["input_ids"])[np.array(said["assistant_masks"]) == 1]
-        assert "".join(found).replace(behind or "\0", "") == words.decode(theirs)
+        assert "".join(answers).replace(behind or "\0", "") == words.decode(theirs)
 
 
 def test_a_template_without_ends_ends_in_the_next_turns_words_or_the_end_of_text():

@@ -222,10 +222,10 @@ def _unequal(one: str, other: str) -> list[str]:
     from megatron.core import dist_checkpointing
 
     first, second = (dist_checkpointing.load_plain_tensors(folder) for folder in (one, other))
-    names = sorted(key for key, each in first.items() if isinstance(each, Tensor))
+    names = sorted(key for key, value in first.items() if isinstance(value, Tensor))
     # Guards against comparing empty checkpoints.
     assert len(names) > 20
-    assert {key for key, each in second.items() if isinstance(each, Tensor)} == set(names)
+    assert {key for key, tensor in second.items() if isinstance(tensor, Tensor)} == set(names)
     return [name for name in names if not torch.equal(first[name], second[name])]
 
 

@@ -107,10 +107,13 @@ def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
         torch.distributed.all_gather_object(everyone, pieces, group=part.data_parallel_group)
     pieces_of: dict[str, dict[int, Tensor]] = {}
     for shards in everyone:
-        for name, (at, piece) in shards.items():
+        for name, (offset, piece) in shards.items():
             # Parts are joined in the order of their offsets.
-            pieces_of.setdefault(name, {})[at] = piece
-    return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in pieces_of.items()}
+            pieces_of.setdefault(name, {})[offset] = piece
+    return {
+        name: torch.cat([parts[offset] for offset in sorted(parts)], dim=-1)
+        for name, parts in pieces_of.items()
+    }
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
