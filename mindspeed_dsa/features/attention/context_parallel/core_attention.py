@@ -1,4 +1,4 @@
-"""Megatron's dense attention, run by our operator or under context parallelism, with latents if possible.
+"""Patches of Megatron's dense attention: our attention operator, context parallelism, and MLA latents.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -45,10 +45,10 @@ _SIZES_OF_LATENT_ATTENTION = ("k_channels", "v_channels")
 
 @dataclass(frozen=True)
 class Plan:
-    """Attention plan of one layer.
+    """How one attention layer computes attention.
 
     Attributes:
-        inner: attention on this rank.
+        inner: attention operator of a single rank.
         strategy: context parallel strategy of the layer; None on a single rank.
     """
 
@@ -57,11 +57,11 @@ class Plan:
 
     @property
     def takes_payload(self) -> bool:
-        """Return whether the plan accepts a :class:`Payload` in place of keys and values."""
+        """Return whether the layer accepts a :class:`Payload`, such as latents, for keys and values."""
         return self.strategy is None or isinstance(self.strategy, PayloadStrategy)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally. Query, key and value are in Megatron's layout, sequence first."""
+        """Compute causal attention. Query, key and value are ``[s, b, heads, dim]``, as in Megatron."""
         if self.strategy is not None:
             return self.strategy.attend(self.inner, query, key, value)
         positions = None
@@ -70,7 +70,7 @@ class Plan:
         return self.inner(Exchanged(query, key, value, positions))
 
     def attend_to_latents(self, query: Tensor, payload: Payload) -> Tensor:
-        """Attend with latents in place of keys and values."""
+        """Compute causal attention to keys and values that are expanded from MLA latents."""
         if self.strategy is None:
             return ring_attention(self.inner, query, payload, None)
         assert isinstance(self.strategy, PayloadStrategy)
@@ -96,7 +96,7 @@ class Plan:
 
 
 def plan_of(core_attention: Any) -> Plan | None:
-    """Return the plan that a layer was built with. None: the layer uses Megatron's own attention."""
+    """Return the plan stored in a layer, or None if the layer uses Megatron's own attention."""
     return getattr(core_attention, "dense_context_parallel_plan", None)
 
 
@@ -140,7 +140,7 @@ def build_for_context_parallel(
 
 
 def scale_of(attention: Any) -> float:
-    """Return the factor of the scores of a ``DotProductAttention``."""
+    """Return the softmax scale of a ``DotProductAttention``."""
     # With --apply-query-key-layer-scaling the score scale is divided by the layer number, and the softmax
     # multiplies by it again.
     return float(attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0))
@@ -164,7 +164,7 @@ def unsupported_attention(attention: Any, attention_type: str) -> str | None:
 
 
 def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DotProductAttention.forward`` to attend as planned."""
+    """Decorate ``DotProductAttention.forward`` to follow the layer's :class:`Plan`."""
 
     def forward(
         self: Any,
@@ -251,14 +251,14 @@ def build_for_the_operator(original: Callable[..., None], context: Context[None]
 def project_latents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to return latents in place of keys.
 
-    Megatron's form is kept for generation, for packed sequences on one context parallel rank, and for
-    strategies that only accept keys and values.
+    Megatron's keys and values are kept for generation, for packed sequences without context parallelism, and
+    for strategies that only accept keys and values.
     """
     return _project(original, context, 5)
 
 
 def project_latents_in_three(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the same function before 0.16, which returns three results, without latents."""
+    """Decorate the same function in Megatron-core before 0.16, where it returns three tensors. No latents."""
     return _project(original, context, 3)
 
 
@@ -287,10 +287,10 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
         is_alone: whether there is only one context parallel rank.
 
     Returns:
-        Query ``[s, b, heads, qk_head_dim + rope]``, latents with rotated key ``[s, b, 1, latent + rope]``,
-        the up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, latent query and latent
-        key-value. On one rank, if the operator takes separate parts, the first two are as in
-        :func:`.query_parts.beside_latents`.
+        Tuple of five tensors: query ``[s, b, heads, qk_head_dim + rope]``, latents with the rotated key ``[s,
+        b, 1, latent + rope]``, the up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``,
+        the latent query and the latent key-value. If the operator takes the rotary dimensions separately (one
+        rank only), the first two come from :func:`.query_parts.beside_latents`.
     """
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)
@@ -331,7 +331,7 @@ def make_strategy(
         context: context of the feature.
 
     Raises:
-        SettingsError: dense attention does not have the algorithm.
+        SettingsError: dense attention does not support the selected algorithm.
     """
     group = _context_parallel_group(attention, context.megatron)
     # Megatron's configuration spells it all_gather, our names allgather.
@@ -366,7 +366,7 @@ def _context_parallel_group(attention: Any, megatron: Megatron) -> ProcessGroup:
 def _neighbours_and_ring(
     attention: Any, group: ProcessGroup, context: Context[Options]
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the groups that exchange heads and form a ring: Megatron's if the sizes match, or our own."""
+    """Return the head exchange group and the ring group: Megatron's if the sizes match, or our own."""
     levels = getattr(_groups_of_layer(attention), "hcp", None)
     find = getattr(context.megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
     if levels is None and find is not None:

@@ -1,4 +1,4 @@
-"""Dense causal attention on one rank in parts of rows and keys, and payloads that keys are expanded from."""
+"""Dense causal attention on one rank, block by block, and payloads that expand to keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_dsa.ops.precision import wide
 
 
 class Part(NamedTuple):
-    """Part of attention: rows and keys, either all pairs or, if causal, keys up to each row's own."""
+    """Block of the attention matrix: a range of queries (``rows``) and keys, with a causal mask or none."""
 
     rows: slice
     keys: slice
@@ -30,20 +30,20 @@ WHOLE = Part(ALL, ALL, causal=True)
 
 
 class Merged:
-    """Merged output and log-sum-exp of the parts added so far, batch first, in fp32 or wider."""
+    """Running output and log-sum-exp of the parts added so far, batch first, in fp32 or wider."""
 
     def __init__(self) -> None:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor, total: int) -> None:
-        """Merge the attention to one part of the keys.
+        """Merge the attention output of one part into the running result, with a log-sum-exp rescale.
 
         Args:
-            rows: range of the part's rows.
+            rows: range of the part's queries.
             out: attention to the part's keys only, ``[b, rows, heads, value_dim]``.
             lse: log-sum-exp of the part, ``[b, rows, heads]``.
-            total: number of all rows.
+            total: number of queries of all parts.
         """
         if self._out is None or self._lse is None:
             # A first part with all rows needs no copy.
@@ -63,10 +63,10 @@ class Merged:
         before.copy_(both)
 
     def finish(self, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp. Rows without any part are zeros and -inf.
+        """Return the final output and log-sum-exp: 0 and -inf for queries without any key.
 
         Args:
-            query: ``[rows, b, heads, dim]``, for shape and dtype of the output.
+            query: query ``[rows, b, heads, dim]``; only its shape and dtype are used.
             value_dim: head dimension of the output.
         """
         dtype = query.dtype
@@ -79,10 +79,10 @@ class Merged:
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention on one rank, the inner attention of strategies.
+    """Dense attention on one rank, which context parallel strategies call for each part.
 
     Attributes:
-        softmax_scale: factor of the scores.
+        softmax_scale: factor of the attention scores.
         backend: name of the backend, see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
 
@@ -90,21 +90,25 @@ class DenseAttention:
     backend: str = "auto"
 
     def __call__(self, exchanged: Exchanged) -> Tensor:
-        """Attend. Returns ``[rows, b, heads, value_dim]``, differentiable."""
+        """Compute attention after an exchange, differentiably.
+
+        Returns:
+            Attention output ``[rows, b, heads, value_dim]``.
+        """
         parts = [WHOLE]
         if exchanged.positions is not None:
             parts = list(parts_of_positions(exchanged.positions))
         return _Parts.apply(exchanged.query, exchanged.key, exchanged.value, self, parts)  # type: ignore[no-any-return]
 
     def forward(self, merged: Merged, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
-        """Merge attention of a part's rows to the part's keys.
+        """Compute attention of one part and merge it into ``merged``.
 
         Args:
-            merged: result to merge into.
-            query: ``[rows, b, heads, dim]``, all rows.
+            merged: running result.
+            query: all queries ``[rows, b, heads, dim]``; the part selects a range.
             key: ``[keys, b, kv_heads, dim]``, the part's keys only.
             value: ``[keys, b, kv_heads, value_dim]``, the part's values only.
-            part: rows of the part, and whether it is causal.
+            part: range of queries, and whether the mask is causal.
         """
         rows = query[part.rows].transpose(0, 1)  # [b, part's rows, heads, dim]
         out, lse = dense_attention(
@@ -120,14 +124,14 @@ class DenseAttention:
     def backward(
         self, saved: Saved, key: Tensor, value: Tensor, part: Part, grad_query: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add a part's share of the query gradient to ``grad_query``.
+        """Compute one part's gradients; accumulate the query gradient into ``grad_query``.
 
         Args:
-            saved: tensors of all rows and parts.
+            saved: query, output gradient, final output and log-sum-exp, for all queries.
             key: ``[keys, b, kv_heads, dim]``, the part's keys only.
             value: ``[keys, b, kv_heads, value_dim]``, the part's values only.
-            part: rows of the part, and whether it is causal.
-            grad_query: gradient buffer ``[rows, b, heads, dim]``, all rows.
+            part: range of queries, and whether the mask is causal.
+            grad_query: gradient buffer for all queries, ``[rows, b, heads, dim]``.
 
         Returns:
             Gradients of the part's keys and values.
@@ -150,7 +154,7 @@ class DenseAttention:
 
 
 class Saved(NamedTuple):
-    """Tensors of all rows for backward. Output and log-sum-exp are final, and batch first."""
+    """Tensors that backward needs, for all queries. Output and log-sum-exp are final, and batch first."""
 
     grad_out: Tensor
     query: Tensor
@@ -159,10 +163,10 @@ class Saved(NamedTuple):
 
 
 def parts_of_positions(positions: Tensor) -> Iterator[Part]:
-    """Yield parts for rows that see all keys of a sequence up to their own position.
+    """Yield the parts of causal attention for queries at given positions of a sequence.
 
     Args:
-        positions: position of each row in the sequence, ``[rows]`` int64.
+        positions: position of each query in the sequence, ``[rows]`` int64.
     """
     positions_on_host = positions.cpu()
     steps = (positions_on_host[1:] != positions_on_host[:-1] + 1).nonzero().flatten() + 1
@@ -176,7 +180,7 @@ def parts_of_positions(positions: Tensor) -> Iterator[Part]:
 
 
 def zeros_for_sums(states: Tensor) -> Tensor:
-    """Return contiguous zeros in the shape of ``states``, fp32 or wider."""
+    """Return contiguous zeros shaped like ``states``, in fp32 or wider, to accumulate into."""
     return torch.zeros(states.shape, dtype=wide(states.dtype), device=states.device)
 
 
@@ -214,25 +218,25 @@ class _Parts(torch.autograd.Function):
 
 
 class Expansion(Protocol):
-    """Expansion of a payload's rows to keys and values, and its backward."""
+    """Function that expands a payload's rows to keys and values, and its backward."""
 
     def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return ``[keys, b, kv_heads, dim]`` and ``[keys, b, kv_heads, value_dim]``."""
+        """Expand rows to keys ``[keys, b, kv_heads, dim]`` and values ``[keys, b, kv_heads, value_dim]``."""
 
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the gradients of the rows and of each weight."""
+        """Backpropagate the key and value gradients to the rows and to each weight."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Rows of a sequence in place of its keys and values.
+    """Tensor exchanged between ranks, and its expansion to keys and values (for example MLA latents).
 
     Attributes:
-        rows: tensor to exchange between ranks, ``[keys, b, ...]``.
+        rows: tensor to exchange, one row per key token, ``[keys, b, ...]``.
         expansion: expansion of the rows to keys and values.
-        weights: parameters of the expansion, equal on every rank of a ring.
+        weights: parameters of the expansion, replicated on all ranks of a ring.
     """
 
     rows: Tensor
@@ -245,13 +249,13 @@ class Payload:
         return cls(torch.cat([key, value], dim=-1), SideBySide(key.size(-1)))
 
     def with_rows(self, rows: Tensor, *weights: Tensor) -> Payload:
-        """Return the payload with other rows, and other weights if given."""
+        """Return a copy with other ``rows``, and other ``weights`` if any are given."""
         return replace(self, rows=rows, weights=weights or self.weights)
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Expansion of concatenated keys and values, ``[keys, b, kv_heads, dim + value_dim]``.
+    """Trivial expansion: keys and values concatenated, ``[keys, b, kv_heads, dim + value_dim]``.
 
     Attributes:
         dim: head dimension of keys.
@@ -260,27 +264,27 @@ class SideBySide:
     dim: int
 
     def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Split rows into keys and values."""
+        """Split each row into its key and its value."""
         return rows[..., : self.dim], rows[..., self.dim :]
 
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Concatenate the gradients. There are no weights."""
+        """Concatenate the key and value gradients; there are no weights."""
         return torch.cat([grad_key, grad_value], dim=-1), ()
 
 
 @dataclass(frozen=True)
 class FromLatents:
-    """Expansion of latent attention's latents, ``[keys, b, 1, latent + rope]``, with the up-projection.
+    """Expansion of MLA latents ``[keys, b, 1, latent + rope]`` with the up-projection weight.
 
-    The weight is ``[heads * (plain + value_dim), latent]``, head by head, key part first. The rotary part of
-    the key is shared by all heads and already rotated.
+    The weight is ``[heads * (plain + value_dim), latent]``. For each head, the key's rows precede the
+    value's. The rotary key dimensions are shared by all heads and already rotated.
 
     Attributes:
         heads: number of heads in the weight.
-        latent: width of the latent part.
-        plain: key dimensions per head without rotary part.
+        latent: width of the latent, without the rotary dimensions.
+        plain: key dimensions per head without the rotary dimensions.
     """
 
     heads: int
@@ -300,7 +304,7 @@ class FromLatents:
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return gradients of latents and weight."""
+        """Return the gradients of the latents and of the up-projection weight."""
         (weight,) = weights
         # [keys, b, heads, plain + value_dim]
         of_up = torch.cat([grad_key[..., : self.plain], grad_value], dim=-1)
@@ -312,6 +316,6 @@ class FromLatents:
         return torch.cat([of_latent.to(of_rotary.dtype), of_rotary], dim=-1), (torch.mm(flat.t(), latent),)
 
     def of_heads(self, weight: Tensor, part: int, parts: int) -> tuple[FromLatents, Tensor]:
-        """Return the expansion and weight for one of ``parts`` equal parts of the heads."""
+        """Slice the expansion and its weight to the ``part``-th of ``parts`` equal groups of heads."""
         weights = weight.unflatten(0, (parts, -1))
         return replace(self, heads=self.heads // parts), weights[part]

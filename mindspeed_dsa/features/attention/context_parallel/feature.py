@@ -1,6 +1,6 @@
-"""Context parallelism of dense and latent attention, and attention without Transformer Engine on one rank.
+"""Context parallelism for dense attention and MLA, and our operator without Transformer Engine on one rank.
 
-Algorithms can be named with MindSpeed's or Megatron's flags.
+Accepts MindSpeed's flags (``--context-parallel-algo``) and Megatron's (``--cp-comm-type``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_DEAL = (
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """Context parallel algorithms of a job's layers."""
+    """Context parallel algorithms of a job, per layer."""
 
 
 # -- names of algorithms -----------------------------------------------------------------------
@@ -104,7 +104,7 @@ NAMES = Feature(
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether a dense model uses context parallelism, or latent attention with Megatron's modules."""
+    """Return whether a model without DSA uses context parallelism, or MLA with Megatron's local modules."""
     if uses_dsa(settings):
         return False
     latent = getattr(settings, "multi_latent_attention", False)
@@ -162,7 +162,7 @@ def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
 
 
 def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool:
-    """Return whether ranks that exchange heads get equal numbers. Key-value heads can be repeated."""
+    """Return whether ranks that exchange heads get equal numbers of them. Key-value heads can be repeated."""
     if heads % (degree * tensor_ranks) or kv_heads % tensor_ranks:
         return False
     local_kv_heads = kv_heads // tensor_ranks
@@ -188,7 +188,7 @@ def _check_attention(args: Any) -> Iterator[str]:
 
 
 def without_mask(args: Any) -> Sequence[str]:
-    """Switch off the dataloader's mask, because attention is causal without it; a ``Feature.rewrite``."""
+    """Disable the dataloader's attention mask, which our causal attention ignores; a ``Feature.rewrite``."""
     makes_mask = argument(args, "create_attention_mask_in_dataloader")
     # With reset_attention_mask the mask is not plain causal; the check reports it.
     if not makes_mask or argument(args, "reset_attention_mask"):
@@ -260,8 +260,8 @@ DENSE = Feature(
 def flash_wanted(settings: Any) -> bool:
     """Return whether ``--use-flash-attn`` is on and no other feature runs the attention.
 
-    ``dense-context-parallel`` (context parallelism, latent attention without Transformer Engine) always uses
-    the same operator. Sparse attention has its own.
+    The feature ``dense-context-parallel`` (context parallelism, MLA without Transformer Engine) already uses
+    this operator, and sparse attention has an operator of its own.
     """
     return bool(
         getattr(settings, "use_flash_attn", False)

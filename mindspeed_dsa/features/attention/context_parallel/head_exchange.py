@@ -1,10 +1,10 @@
-"""Exchange of heads for tokens between neighbouring ranks.
+"""Ulysses all-to-all: exchange heads for tokens within groups of neighbouring ranks.
 
-Afterwards each rank of a group has all tokens of the group, for some of the heads.
+After the exchange each rank has the tokens of its whole group, for a share of the heads.
 
-In a zigzag over ``c`` ranks, ``u`` neighbouring ranks together hold the tokens of one rank in a zigzag over
-``c / u``. After :func:`in_order` these are in the order that a ring across the groups expects. Without a ring
-(``u = c``) it is the order of the sequence.
+In a zigzag layout over ``c`` ranks, a group of ``u`` neighbours holds the same tokens as one rank in a zigzag
+over ``c / u`` ranks. :func:`in_order` sorts a group's tokens as a ring across the groups expects them.
+Without a ring (``u = c``) this is the order of the sequence.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mindspeed_dsa.platforms.host_pool import upload
 class HeadExchange(PayloadStrategy):
     """Strategy ``ulysses_cp_algo``, or ``hybrid_cp_algo`` with a ring across groups.
 
-    For latent attention it exchanges the heads of queries and gathers the latents, which are smaller than
-    keys and values of all heads. Each rank then expands latents for its own heads.
+    For MLA, only the query heads are exchanged. The latents are all-gathered, because they are smaller than
+    the keys and values of all heads, and each rank expands them for its own heads.
 
     Args:
         group: process group of context parallel ranks.
-        heads: process group of neighbours that exchange heads; None: ``group``.
-        across: process group of the ring, with one rank of each group of neighbours; None: no ring.
+        heads: process group of the neighbours that exchange heads; None: ``group``.
+        across: process group of the ring, which has one rank of each neighbour group; None: no ring.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class HeadExchange(PayloadStrategy):
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend; see :meth:`PayloadStrategy.attend_payload`.
+        """Exchange heads, compute attention, and exchange back; see :meth:`PayloadStrategy.attend_payload`.
 
         Raises:
-            ValueError: the ranks cannot share the heads evenly.
+            ValueError: the heads cannot be divided evenly among the ranks.
         """
         ranks, order, plan = self._heads.size(), None, None
         check_heads(query.size(2), payload, ranks)
@@ -124,7 +124,7 @@ def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
 
 
 def check_heads(heads: int, payload: Payload, ranks: int) -> None:
-    """Raise ``ValueError`` unless ``ranks`` can share query heads and key-value heads evenly."""
+    """Raise ``ValueError`` unless query heads and key-value heads can be divided evenly among ``ranks``."""
     latent = isinstance(payload.expansion, FromLatents)
     kv_heads = heads if latent else payload.rows.size(2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -141,12 +141,12 @@ def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
 
 
 def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """Reorder tokens of ranks: first halves ascending, then second halves descending by rank.
+    """Reorder a group's tokens: the ranks' first halves ascending, then their second halves descending.
 
     Args:
-        arrived: tokens ``[ranks * rows, ...]``, rank after rank.
+        arrived: tokens ``[ranks * rows, ...]``, concatenated in rank order.
         ranks: number of ranks.
-        order: permutation ``[ranks * rows]`` int64 for packs; None for a zigzag.
+        order: permutation ``[ranks * rows]`` int64 for packed documents; None for a zigzag.
     """
     if order is not None:
         return arrived.index_select(0, upload(order, arrived.device))
@@ -158,7 +158,7 @@ def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
 
 
 def by_rank(rows: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """Undo :func:`in_order`."""
+    """Undo :func:`in_order`: return the tokens to rank order."""
     if order is not None:
         return rows.index_select(0, upload(order.argsort(), rows.device))
     if ranks == 1:

@@ -1,7 +1,8 @@
-"""Latent attention with queries in two parts, for an operator on NPUs that takes them separately.
+"""MLA attention on NPUs whose operator takes the rotary dimensions of the query separately.
 
-The parts without and with position are projected separately. Concatenating them would copy both in forward
-and backward. Instead, the rotary part passes through Megatron's layer appended to the latents.
+The query's rotary and non-rotary dimensions come from separate projections. Concatenating them would copy
+both in forward and backward. Instead, the rotary query passes through Megatron's layer appended to the
+latents.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -20,22 +21,23 @@ from mindspeed_dsa.ops.dense_attention import attention_of_parts, attention_of_p
 
 
 def beside_latents(plain: Tensor, rotary: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors that pass through Megatron's layer as query and key.
+    """Return the two tensors to pass through Megatron's layer as query and key.
 
     Args:
-        plain: query without its rotary part, ``[s, b, heads, plain]``.
-        rotary: rotary part of the query, ``[s, b, heads, rope]``.
+        plain: query without its rotary dimensions, ``[s, b, heads, plain]``.
+        rotary: rotary dimensions of the query, ``[s, b, heads, rope]``.
         latents: latents and rotated key, ``[s, b, 1, latent + rope]``.
 
     Returns:
-        ``plain``, and latents with the rotary part appended, ``[s, b, 1, latent + rope + heads * rope]``.
+        ``plain``, and the latents with the rotary query appended, ``[s, b, 1, latent + rope + heads *
+        rope]``.
     """
     # Contiguous here, so that Megatron's layer makes no copy: recomputation discards this tensor.
     return plain.contiguous(), torch.cat([latents, rotary.flatten(2).unsqueeze(2)], dim=-1)
 
 
 def parts_of(config: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the latents, and the query's rotary part or None. Undoes :func:`beside_latents`."""
+    """Split a key made by :func:`beside_latents` into the latents and the rotary query (None if absent)."""
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     if key.size(-1) == width:
         return key, None
@@ -51,14 +53,14 @@ def attend_in_parts(
     expansion: FromLatents,
     weight: Tensor,
 ) -> Tensor:
-    """Attend causally on one rank, with as many latents as queries.
+    """Compute causal MLA attention on one rank, over one sequence of queries and latents.
 
     Args:
-        inner: attention with the scale of the scores and the backend.
-        query: query without its rotary part, ``[rows, b, heads, plain]``.
-        query_rope: rotary part of the query, ``[rows, b, heads, rope]``.
-        rows: latents and rotated key, ``[rows, b, 1, latent + rope]``.
-        expansion: sizes of keys and values made from latents.
+        inner: attention with the softmax scale and the backend.
+        query: query without its rotary dimensions, ``[rows, b, heads, plain]``.
+        query_rope: rotary dimensions of the query, ``[rows, b, heads, rope]``.
+        rows: latents with the rotated key, ``[rows, b, 1, latent + rope]``.
+        expansion: sizes of the keys and values expanded from the latents.
         weight: up-projection, ``[heads * (plain + value_dim), latent]``, head by head.
 
     Returns:
@@ -118,7 +120,7 @@ class _InParts(torch.autograd.Function):
 
 
 def _halves(expansion: FromLatents, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the key and value halves of the weight, ``[heads * dim, latent]`` each."""
+    """Split the up-projection into its key and value weights, ``[heads * dim, latent]`` each."""
     # These copies are small; slicing the projected keys and values would need copies of those.
     by_head = weight.unflatten(0, (expansion.heads, -1))
     return by_head[:, : expansion.plain].flatten(0, 1), by_head[:, expansion.plain :].flatten(0, 1)
@@ -127,7 +129,7 @@ def _halves(expansion: FromLatents, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _operands(
     query: Tensor, query_rope: Tensor, rows: Tensor, halves: tuple[Tensor, Tensor], expansion: FromLatents
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return query, its rotary part, key, its rotary part and value, batch first."""
+    """Return query, rotary query, key, rotary key and value, all batch first."""
     latent, rotary = rows[..., : expansion.latent], rows[..., expansion.latent :].transpose(0, 1)
     # [b, keys, heads, plain], [b, keys, heads, value_dim]
     key, value = (

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go around the ranks, each transfer behind attention to the block before."""
+"""Ring attention: each transfer of keys and values overlaps with attention to the previous block."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ from mindspeed_dsa.parallel.transfers import Pending, pass_on
 
 
 class RingPlan(Protocol):
-    """Attention parts of one rank, for its own block of keys and for other ranks' blocks."""
+    """Parts of attention that one rank computes, for its own block of keys and for other ranks' blocks."""
 
     def own(self) -> list[Part]:
-        """Return the parts for this rank's own block."""
+        """Return the parts for this rank's own block of keys."""
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Return the same parts, split into two lists of about equal work."""
+        """Return the parts of :meth:`own` in two lists of about equal work."""
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Return the parts for another rank's block. :class:`Part` counts keys from the block's first."""
+        """Return the parts for another rank's block. Their key ranges are relative to the block."""
 
 
 @dataclass(frozen=True)
 class ZigzagPlan:
-    """Plan for chunks ``rank`` and ``2R - 1 - rank`` of ``2R`` chunks of a sequence, over ``R`` ranks.
+    """Plan for a zigzag over ``R`` ranks: this rank has chunks ``rank`` and ``2R - 1 - rank`` of ``2R``.
 
-    For the block of a lower rank, all rows see its first half, and no row sees the second. For the block of a
-    higher rank, the second half of the rows sees all of it, and the first half sees nothing.
+    Causality decides which queries see another rank's block of keys. If the other rank is lower, all queries
+    see the first half of its block, and none the second. If it is higher, the second half of the queries sees
+    the whole block, and the first half sees nothing.
 
     Attributes:
         rank: rank in the ring.
-        rows: number of rows per rank.
+        rows: number of tokens per rank.
     """
 
     rank: int
     rows: int
 
     def own(self) -> list[Part]:
-        """Return causal attention to the own block; local order is sequence order."""
+        """Return causal attention to this rank's own block, whose tokens are in sequence order."""
         return [WHOLE]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Return the own block in two halves of about equal work."""
         return _in_halves(0, self.rows)
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Return the parts that see another rank's block, without a mask."""
+        """Return the parts for another rank's block; they need no mask."""
         # R = 4, rank 1 holds chunks 1 6. Rank 0 has 0 7: both see 0. Rank 2 has 2 5: only chunk 6 sees them.
         half = self.rows // 2
         if other < self.rank:
@@ -78,16 +78,16 @@ class ZigzagPlan:
 
 @dataclass(frozen=True)
 class LastRows(ZigzagPlan):
-    """Plan for one rank with keys of earlier rows before its own keys.
+    """Plan for a single rank whose keys start before its queries (the queries are the last tokens).
 
     Attributes:
-        earlier: number of keys before the own ones.
+        earlier: number of keys before the first query's key.
     """
 
     earlier: int
 
     def own(self) -> list[Part]:
-        """Return the part of the earlier keys, and causal attention to the own ones."""
+        """Return full attention to the earlier keys, and causal attention to the queries' own keys."""
         return [
             Part(ALL, slice(self.earlier), causal=False),
             Part(ALL, slice(self.earlier, None), causal=True),
@@ -96,14 +96,14 @@ class LastRows(ZigzagPlan):
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Plan for packed documents, with any ascending rows on each rank.
+    """Plan for packed documents, for any assignment of tokens to ranks, in ascending order on each rank.
 
-    In its own block, a row sees its document's rows up to itself. In another block, it sees its document's
-    rows before itself. These are the first ones of the document there, as blocks are in pack order.
+    A query sees the earlier keys of its document, and its own key. In another rank's block these keys are a
+    prefix of the document's range, because each block is in pack order.
 
     Attributes:
-        pack: bounds of the documents.
-        held: positions in the pack of each rank's rows, ``[ranks, rows]`` int64.
+        pack: boundaries of the documents.
+        held: pack positions of each rank's tokens, ``[ranks, rows]`` int64.
         rank: rank in the ring.
     """
 
@@ -112,11 +112,10 @@ class PackPlan:
     rank: int
 
     def own(self) -> list[Part]:
-        """Return causal attention within each document of the own block."""
+        """Return causal attention within each document, for this rank's own block."""
         return [Part(rows, rows, causal=True) for rows in self._documents(self.rank).values()]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Return the own block in two halves of about equal work."""
         first, last = [], []
         for rows in self._documents(self.rank).values():
             halves = _in_halves(rows.start, rows.stop)
@@ -125,7 +124,7 @@ class PackPlan:
         return first, last
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Return the parts that see another rank's block; cached per rank."""
+        """Return the parts for another rank's block; cached per rank."""
         if other not in self._seen:
             self._seen[other] = list(self._parts_of(other))
         return self._seen[other]
@@ -151,7 +150,7 @@ class PackPlan:
                     yield Part(slice(end - length, end), seen_keys, causal=False)
 
     def _documents(self, rank: int) -> dict[int, slice]:
-        """Return the range of each document's rows on a rank, by the document's first pack position."""
+        """Return a dict from a document's first pack position to the range of its tokens on a rank."""
         return self._by_rank[rank]
 
     @cached_property
@@ -161,13 +160,13 @@ class PackPlan:
 
 @lru_cache(maxsize=64)
 def plan_of_pack(pack: Pack, layout: Layout, rank: int, neighbours: int = 1) -> PackPlan:
-    """Build the plan for a ring over ranks, or over groups of neighbours that hold their rows together.
+    """Build the plan of a ring over single ranks, or over groups of neighbours that exchange heads.
 
     Args:
-        pack: bounds of the documents.
-        layout: rows of each context parallel rank.
+        pack: boundaries of the documents.
+        layout: assignment of tokens to context parallel ranks.
         rank: rank in the ring.
-        neighbours: number of ranks in a group.
+        neighbours: number of ranks per group; 1: single ranks.
     """
     held = rows_of_all(layout, pack.length).view(layout.ranks // neighbours, -1)
     return PackPlan(pack, held.sort(dim=1).values, rank)
@@ -186,7 +185,7 @@ def _documents_among(pack: Pack, rows: Tensor) -> dict[int, slice]:
 
 
 def _in_halves(begin: int, end: int) -> tuple[list[Part], list[Part]]:
-    """Split causal rows into two part lists: both diagonal halves, and the rest below the diagonal."""
+    """Split a causal triangle into its two diagonal sub-triangles, and the square below the diagonal."""
     half = (begin + end) // 2
     front, back = slice(begin, half), slice(half, end)
     if begin == half:
@@ -201,21 +200,21 @@ _KEYS, _GRADIENTS = 1, 2
 
 
 class PackedRows(NamedTuple):
-    """Pack of documents, and the layout of its rows over context parallel ranks."""
+    """Packed documents, and the layout of their tokens over context parallel ranks."""
 
     pack: Pack
     layout: Layout
 
 
 class PayloadStrategy(ContextParallelStrategy):
-    """Strategy that attends in several steps, to keys and values expanded from a payload."""
+    """Base of strategies that attend in several steps, with a payload in place of keys and values."""
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Raise ``NotImplementedError``: keys arrive in several steps, which :meth:`attend` runs."""
+        """Raise ``NotImplementedError``: keys arrive in several steps, so :meth:`attend` exchanges them."""
         raise NotImplementedError(f"{type(self).__name__} attends in steps; call attend")
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend; see :class:`ContextParallelStrategy`. ``inner`` must be a :class:`DenseAttention`."""
+        """Compute attention; see :class:`ContextParallelStrategy`. ``inner``: a :class:`DenseAttention`."""
         if not isinstance(inner, DenseAttention):
             raise TypeError(f"{type(self).__name__} merges parts of dense attention and cannot use {inner!r}")
         return self.attend_payload(inner, query, Payload.of(key, value))
@@ -223,13 +222,13 @@ class PayloadStrategy(ContextParallelStrategy):
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend causally, from this rank's rows to the whole sequence or to their documents.
+        """Compute causal attention from this rank's queries to the sequence, or within their documents.
 
         Args:
-            inner: attention to a part of the keys.
-            query: ``[rows, b, heads, dim]``, this rank's rows.
+            inner: attention operator, called for one part at a time.
+            query: this rank's queries, ``[rows, b, heads, dim]``.
             payload: this rank's keys and values.
-            packed: packed documents of the rows; None: one sequence in Megatron's zigzag.
+            packed: packed documents of the tokens; None: one sequence in Megatron's zigzag.
 
         Returns:
             Attention output ``[rows, b, heads, value_dim]``.
@@ -238,12 +237,12 @@ class PayloadStrategy(ContextParallelStrategy):
 
 
 class Ring(PayloadStrategy):
-    """Strategy ``megatron_cp_algo``: keys and values go around, queries stay."""
+    """Strategy ``megatron_cp_algo``: keys and values are sent around a ring, queries stay on their rank."""
 
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend; see :meth:`PayloadStrategy.attend_payload`."""
+        """Run :func:`ring_attention`; see :meth:`PayloadStrategy.attend_payload`."""
         plan = None if packed is None else plan_of_pack(packed.pack, packed.layout, self.rank)
         return ring_attention(inner, query, payload, self.group, plan)
 
@@ -255,23 +254,23 @@ def ring_attention(
     group: ProcessGroup | None,
     plan: RingPlan | None = None,
 ) -> Tensor:
-    """Attend causally from a rank's rows to the rows of all ranks.
+    """Compute causal attention from this rank's queries to the keys of all ranks in a ring.
 
-    Key gradients go around in fp32. Blocks of other ranks are not saved: keys and values go around again in
-    backward.
+    Received blocks are not saved for backward; keys and values are sent around the ring again. Their
+    gradients are sent around in fp32.
 
     Args:
-        inner: attention to a part of the keys.
+        inner: attention operator, called for one part at a time.
         query: ``[rows, b, heads, dim]``.
-        payload: keys and values of the same rows. On one rank, keys of earlier rows can precede them.
+        payload: keys and values of the same tokens. On one rank, keys of earlier tokens can precede them.
         group: process group of the ring; None or one rank: no ring.
-        plan: parts of attention; None: one sequence in a zigzag.
+        plan: parts of attention to compute; None: one sequence in zigzag layout.
 
     Returns:
-        Attention output ``[rows, b, heads, value_dim]``, zeros in rows without visible keys.
+        Attention output ``[rows, b, heads, value_dim]``, zeros for queries without visible keys.
 
     Raises:
-        ValueError: odd number of rows in a zigzag over several ranks.
+        ValueError: a rank has an odd number of tokens in a zigzag over several ranks.
     """
     rows, ranks = query.size(0), 1 if group is None else group.size()
     if plan is None:
@@ -336,7 +335,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: RingPlan) -> Tensor:
-    """Return the gradient of a rank's own block, fp32 or wider."""
+    """Send keys and their gradients around the ring; return the gradient of this rank's own block."""
     # A block's gradient goes around one step after the block, and reaches its owner last. Each step computes
     # this rank's share while the sum of earlier ranks is in flight. One half of the own block hides the
     # first transfer, the other half the last.
@@ -374,7 +373,7 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: R
 
 
 class _Backward:
-    """Accumulator of one rank's gradients, in fp32 or wider."""
+    """Accumulator of one rank's query and weight gradients, in fp32 or wider."""
 
     def __init__(
         self, inner: DenseAttention, expansion: Any, saved: Saved, weights: tuple[Tensor, ...]
@@ -384,7 +383,7 @@ class _Backward:
         self._grad_weights = [zeros_for_sums(weight) for weight in weights]
 
     def add(self, parts: list[Part], block: Tensor, gradient: Tensor) -> None:
-        """Add gradients of the parts; key gradients go to ``gradient``, shaped like ``block``."""
+        """Accumulate the gradients of some parts; key gradients go to ``gradient``, shaped like ``block``."""
         for part in parts:
             rows = block[part.keys]
             # Expand again instead of saving keys of all heads.

@@ -1,6 +1,6 @@
-"""YaRN fields of latent attention in Megatron's configuration that its parser has no flags for.
+"""Flags for the YaRN fields of MLA configurations that Megatron's parser does not set.
 
-Flag names are those in Megatron-core 0.19, which only reads them for attention without latents.
+The flags are named as in Megatron-core 0.19, which applies them only to attention without MLA.
 
 tests: tests/matrix/test_latent_yarn.py
 """
@@ -55,7 +55,7 @@ class Options:
     """Requested YaRN options.
 
     Attributes:
-        values: requested values by field of ``MLATransformerConfig``.
+        values: dict from field of ``MLATransformerConfig`` to requested value.
         release: release of Megatron-core; None without Megatron.
     """
 
@@ -73,7 +73,7 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether one of the flags is set."""
+    """Return whether any of these flags is set."""
     return any(getattr(settings, dest, None) is not None for dest in FIELDS)
 
 
@@ -103,7 +103,7 @@ def check_yarn(args: Any, options: Options) -> Iterator[str]:
 
 
 def fill_yarn(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLATransformerConfig.__init__`` to fill fields that Megatron's parser does not pass."""
+    """Decorate ``MLATransformerConfig.__init__`` to set YaRN fields that Megatron's parser does not pass."""
     defaults = {name: param.default for name, param in inspect.signature(original).parameters.items()}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

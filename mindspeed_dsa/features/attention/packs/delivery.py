@@ -1,9 +1,9 @@
-"""Delivery of document lengths to every pipeline stage and tensor parallel rank, for packed batches.
+"""Delivery of document boundaries to every pipeline stage and tensor parallel rank, for packed batches.
 
-Before a step, the first stage reads the step's microbatches and broadcasts the document bounds. This is once
-per step, because a message per microbatch would synchronize the stages. Then each model chunk gets the
-description of its microbatch, even if the training script passes none. Megatron's own attention runs document
-by document.
+Before a step, the first stage reads all microbatches of the step and broadcasts their document boundaries. It
+does so once per step, because a message per microbatch would synchronize the stages. Each model chunk then
+gets the ``packed_seq_params`` of its microbatch, even if the training script passes none. Megatron's own
+attention runs document by document.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -37,7 +37,7 @@ _Batch = Mapping[str, Any]
 
 @dataclass
 class _Running:
-    """Microbatch with a running forward."""
+    """Microbatch whose forward is running."""
 
     pack: Pack
     params: Any
@@ -46,7 +46,7 @@ class _Running:
 
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``, whose schedules take keyword arguments."""
+    """Decorate ``get_forward_backward_func``: its schedules read the packs, and set one per microbatch."""
     release = versions.of_megatron(context.megatron.root) or "0"
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +75,8 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
     """Decorate ``GPTModel.forward`` to supply ``packed_seq_params`` if the caller passes none.
 
     Raises:
-        ValueError: in forward, under context parallelism: the script has sliced the microbatch in another way
-            than this feature and the other pipeline stages.
+        ValueError: raised in forward under context parallelism, if the script has sliced the microbatch by
+            itself and the tokens differ from those on other pipeline stages.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 
 def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int) -> None:
-    """Raise ``ValueError`` if the script has sliced a microbatch for context parallel ranks itself."""
+    """Raise ``ValueError`` if the script itself has sliced a microbatch for context parallel ranks."""
     if described is not None and not getattr(described, "dealt_block_rows", 0):
         raise ValueError(
             "pack-documents: the script passes packed_seq_params of documents that it has cut for "
@@ -112,7 +112,7 @@ def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int)
 
 
 def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_cp_rank``, which slices packs like whole sequences, to deal out rows."""
+    """Decorate ``get_batch_on_this_cp_rank`` to slice packs by our layout, not Megatron's zigzag."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
@@ -134,10 +134,10 @@ def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 
 def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction, which shifts tokens by one position.
+    """Decorate MTP's ``roll_tensor``, which shifts tokens by one, to shift within each document.
 
-    Megatron's version assumes no padding between documents, and two chunks per context parallel rank. It
-    leaves padding tokens as they are, so that they count in the loss.
+    Megatron's version assumes two chunks per context parallel rank and no padding between documents. It does
+    not zero padding tokens, so that they count in the loss.
     """
 
     def roll_tensor(
@@ -166,7 +166,7 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
 
 
 def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any, list[Pack]]:
-    """Read a step's microbatches, and broadcast their document bounds to all ranks of the model.
+    """Read a step's microbatches and broadcast their document boundaries to all ranks of the model.
 
     All tensor and pipeline parallel ranks of the model must call it.
 
@@ -177,7 +177,8 @@ def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any
         megatron: Megatron with the process groups.
 
     Returns:
-        The same microbatches without entries about lengths, in the form of ``data``, and their packs.
+        The microbatches without length entries such as ``cu_seqlens``, as iterators like ``data``, and their
+        packs.
 
     Raises:
         ValueError: on all ranks, if a microbatch is invalid.
@@ -257,7 +258,7 @@ def _end_of_document(megatron: Megatron) -> int:
 def _with_its_pack(
     forward_step: Callable[..., Any], packs: list[Pack], context: Context[Options]
 ) -> Callable[..., Any]:
-    """Wrap the script's forward step to set the microbatch's pack. Chunks take microbatches in order."""
+    """Wrap the script's forward step: set the current pack. Each chunk runs the microbatches in order."""
     taken: Counter[int] = Counter()
     device = platforms.current().device
 
@@ -281,7 +282,7 @@ def _with_its_pack(
 
 
 def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
-    """Decorate ``DotProductAttention.forward``, which refuses packs, to attend document by document."""
+    """Decorate ``DotProductAttention.forward``, which rejects packs, to attend document by document."""
 
     def forward(
         self: Any,

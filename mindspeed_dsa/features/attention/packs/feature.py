@@ -1,4 +1,4 @@
-"""Samples that are packs of documents with separate attention."""
+"""Packed samples: several documents in one sequence, each attending only to itself."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class Options:
-    """Distribution of packs over ranks.
+    """Options of packed documents under context parallelism.
 
     Attributes:
-        block_rows: number of rows per block dealt to context parallel ranks.
+        block_rows: number of tokens in each block distributed to context parallel ranks.
         fused: parts of DSA that run on our operators.
-        padding: padding of packs with lengths that ranks do not divide.
+        padding: padding of packs whose length the ranks do not divide.
     """
 
     block_rows: int
@@ -114,7 +114,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
 
 
 def _problems_of_dense_attention(args: Any) -> Iterator[str]:
-    """Report dense attention that does not support rows dealt out by work, unlike ours with latents."""
+    """Report dense attention other than our MLA, which cannot use the work-balanced layout."""
     if not getattr(args, "multi_latent_attention", True):
         yield NO_DEAL
     if getattr(args, "transformer_impl", None) == "transformer_engine" and find_spec("transformer_engine"):
@@ -125,7 +125,7 @@ def _problems_of_dense_attention(args: Any) -> Iterator[str]:
 
 
 def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
-    """Report if Megatron's own attention runs in this model, which expects its own layout of packs.
+    """Report if the model runs Megatron's own attention, which does not support our layout of packs.
 
     Args:
         release: release of Megatron-core.

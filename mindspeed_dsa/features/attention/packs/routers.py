@@ -1,7 +1,7 @@
-"""Exclude padding between and after documents from router losses and counts, and from indexer losses.
+"""Patches that exclude padding of packed documents from router losses, router counts and indexer losses.
 
-Padding rows are routed to experts like all others, and give them no gradient. Router losses and counts are
-over tokens. Does not import Megatron, because it is loaded while Megatron is being imported.
+Padding tokens are still routed to experts, but give them no gradient. Does not import Megatron, because it is
+loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward`` to set padding masks, which Megatron passes to recomputation."""
+    """Decorate ``TransformerLayer.forward`` to set the padding masks, also when the layer is recomputed."""
     masks_of_packs: Any = WeakIdKeyDictionary()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callabl
 def _masks(
     layer: Any, params: Any, states: Tensor, context: Context[Any]
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return masks of document rows ``[1, queries]`` and of padding ``[1, rows]``; None without padding."""
+    """Return masks of document tokens ``[1, queries]`` and of padding ``[1, rows]``; None without padding."""
     # With sequence parallelism a rank has more queries than rows of hidden states.
     state = context.megatron("core.parallel_state")
     parts = state.get_tensor_model_parallel_world_size() if layer.config.sequence_parallel else 1
@@ -61,9 +61,10 @@ def _masks(
 
 
 def weigh_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.routing`` to weigh a rank's z-loss by its number of tokens.
+    """Decorate ``TopKRouter.routing`` to weight each rank's z-loss by its number of tokens.
 
-    Megatron averages the means of ranks. A per-token loss is weighed by tokens later, so not here.
+    Megatron averages the per-rank means, although ranks have different numbers of tokens. With
+    ``calculate_per_token_loss`` Megatron itself weights by tokens, and this does nothing.
     """
 
     def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:

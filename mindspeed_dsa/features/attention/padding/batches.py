@@ -1,4 +1,4 @@
-"""Batches with padding after the data, and losses that exclude it.
+"""Padding of batches after the data, and exclusion of the padding from losses.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -23,7 +23,7 @@ FILL: Mapping[str, int] = {"attention_mask": 1}
 
 
 def keep_length_of_data(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``BlendedMegatronDatasetConfig.__post_init__`` to undo the padded length that scripts pass."""
+    """Decorate ``BlendedMegatronDatasetConfig.__post_init__`` to restore the unpadded sequence length."""
     padding = context.options.padding
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def keep_length_of_data(original: Callable[..., None], context: Context[Options]
 
 
 def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``, whose schedules take keyword arguments."""
+    """Decorate ``get_forward_backward_func``: its schedules pad batches and average losses over data."""
     padding = context.options.padding
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -72,11 +72,13 @@ def pad(batch: Any, padding: Padding) -> dict[str, Any]:
     """Append padding to a batch.
 
     Args:
-        batch: dict of tensors ``[batch, tokens, ...]``, masks ``[batch, 1, tokens, tokens]``, other values.
-        padding: padding of the sequences.
+        batch: dict of tensors ``[batch, tokens, ...]``, masks ``[batch, 1, tokens, tokens]`` and other
+            values.
+        padding: number of tokens to append to each sequence.
 
     Raises:
-        ValueError: the batch is not a mapping, not of a causal model, or has sequences of another length.
+        ValueError: the batch is not a mapping, is not for a causal model, or has an unexpected sequence
+            length.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(
@@ -116,7 +118,7 @@ def _with_rows(value: Any, name: str, padding: Padding) -> Any:
 
 
 def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Wrap a forward step so that the loss is an average over the tokens of all context parallel ranks."""
+    """Wrap a forward step to average the loss over the tokens of all context parallel ranks."""
 
     # Megatron divides a rank's loss sum by the rank's own number of tokens and adds up the shares. Tokens on
     # ranks with fewer tokens would weigh more.
@@ -138,16 +140,16 @@ def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any
 
 
 def mean_over(count: Tensor, group: Any) -> Tensor:
-    """Return the mean of a count over ranks, as a float. All ranks of the group must call it."""
+    """All-reduce a count to its mean over the ranks, as a float tensor. Collective over the group."""
     mean = count.detach().float().clone()
     dist.all_reduce(mean, group=group)
     return mean.div_(group.size())
 
 
 def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction to fill zeros after the data, as without padding.
+    """Decorate MTP's ``roll_tensor`` to zero the tokens after the data, as if there were no padding.
 
-    Also averages the returned sum over ranks, because Megatron divides by the sum of a mask.
+    Also averages the returned mask sum over context parallel ranks, because Megatron divides the loss by it.
     """
     padding = context.options.padding
 

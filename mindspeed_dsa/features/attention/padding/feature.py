@@ -1,4 +1,4 @@
-"""Padding of sequences whose length ranks do not divide."""
+"""Padding of sequences to a length divisible by the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Options:
     """Padding options of a job.
 
     Attributes:
-        padding: padding of the sequences.
+        padding: sequence length before and after padding.
         fused: parts of DSA that run on our operators.
     """
 
@@ -40,12 +40,12 @@ class Options:
 
 
 def is_wanted(settings: Any) -> bool:
-    """Return whether ranks do not divide the sequence length."""
+    """Return whether the sequence length is not divisible by the ranks."""
     return Padding.of(settings).rows > 0
 
 
 def lengthen(args: Any) -> Sequence[str]:
-    """Set the padded length in a job's arguments; a ``Feature.rewrite``. Datasets keep the data's length."""
+    """Set the padded ``seq_length`` in the arguments; a ``Feature.rewrite``. Datasets keep the original."""
     padding = Padding.of(args)
     if not padding.rows:
         return ()
@@ -63,9 +63,9 @@ def lengthen(args: Any) -> Sequence[str]:
 
 
 def check_padding(args: Any, options: Options) -> Iterator[str]:
-    """Yield reasons why padding would count. Missing arguments are not checked.
+    """Yield settings under which padding would affect the loss. Missing arguments are not checked.
 
-    Arguments already have the padded length here, so ``options.padding`` has no rows left.
+    The arguments already have the padded length here, so ``options.padding`` has no padding left to add.
     """
     if argument(args, "moe_expert_capacity_factor") is not None:
         yield (

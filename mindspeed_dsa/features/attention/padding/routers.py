@@ -1,7 +1,7 @@
-"""Exclude padding from router losses and counts.
+"""Patches that exclude padding from router losses and counts.
 
-Padding rows are routed to experts like all others, and give them no gradient. Does not import Megatron,
-because it is loaded while Megatron is being imported.
+Padding tokens are still routed to experts, but give them no gradient. Does not import Megatron, because it is
+loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _share: ContextVar[float | Tensor] = ContextVar("_share", default=1.0)
 
 
 def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.routing`` to mask padding.
+    """Decorate ``TopKRouter.routing`` to pass a padding mask.
 
-    The mask follows from the layout. It is therefore known on every pipeline stage, in multi-token prediction
-    and in recomputation, where Megatron passes no mask.
+    The mask is computed from the layout of the sequence. It is therefore available on every pipeline stage,
+    in multi-token prediction and in recomputation, where Megatron passes no mask.
     """
     padding = context.options.padding
 
@@ -47,7 +47,7 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
 
 @contextmanager
 def weighed(share: float | Tensor) -> Iterator[None]:
-    """Weigh the z-loss of a router that runs in the block by its rank's share of tokens."""
+    """Context that scales the z-loss of the router by its rank's share of tokens."""
     token = _share.set(share)
     try:
         yield
@@ -56,7 +56,7 @@ def weighed(share: float | Tensor) -> Iterator[None]:
 
 
 def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TopKRouter._apply_expert_bias`` to reshape a mask of tokens to the routing map."""
+    """Decorate ``TopKRouter._apply_expert_bias``: broadcast the padding mask over the routing map."""
 
     def _apply_expert_bias(
         self: Any, routing_map: Tensor, padding_mask: Tensor | None = None, **others: Any
@@ -70,9 +70,9 @@ def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def average_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``z_loss_func`` to weigh a rank's loss by its share of the tokens of all ranks.
+    """Decorate ``z_loss_func`` to weight the loss by this rank's share of all tokens.
 
-    Megatron averages the means of ranks.
+    Megatron averages the per-rank means, although ranks have different numbers of tokens.
     """
 
     def z_loss_func(*args: Any, **kwargs: Any) -> Tensor:

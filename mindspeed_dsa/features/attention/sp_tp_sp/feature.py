@@ -1,4 +1,4 @@
-"""SP-TP-SP: latent attention with down and output projections over a rank's own tokens."""
+"""SP-TP-SP: MLA whose down and output projections run on the rank's sequence shard with full weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections of a latent attention layer that run on a rank's own tokens with whole weights.
+"""MLA projections that run on a rank's sequence shard with full weights.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -23,20 +23,20 @@ _DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 class WholeLinear(DuplicatedLinear):
-    """Replicated projection in place of one that Megatron splits over tensor parallel ranks.
+    """Replicated projection that replaces a tensor parallel one.
 
-    Distributed checkpoints are compatible: they store the shards of a split weight as one tensor, as here.
+    Distributed checkpoints are compatible, because they store a tensor parallel weight as one tensor.
     """
 
     def get_extra_state(self) -> None:
-        """Save nothing. The method exists because Megatron's split layers save an extra state too."""
+        """Return None: nothing to save. Megatron's parallel layers define this method too."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the state."""
 
 
 class OutputProjection(WholeLinear):
-    """Output projection with the whole weight, which exchanges heads for tokens first.
+    """Output projection with the full weight, after an exchange of heads for tokens.
 
     Attributes:
         group: tensor parallel group, set after the layer is built.
@@ -45,7 +45,9 @@ class OutputProjection(WholeLinear):
     group: ProcessGroup
 
     def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Project ``[s, b, heads / t * dim]``, all tokens, to ``[s / t, b, hidden]``, and return the bias."""
+        """Project this rank's heads ``[s, b, heads / t * dim]`` to ``[s / t, b, hidden]``; return it and the
+        bias.
+        """
         with named("output of attention"):
             output = project_as_they_arrive(heads, self.weight, self.group)
         if self.skip_bias_add or self.bias is None:
@@ -55,14 +57,14 @@ class OutputProjection(WholeLinear):
 
 @cache
 def _of_megatron(kind: Any, megatron: Megatron) -> Any:
-    """Build the class for a Megatron, with its random number generators."""
+    """Bind the class to a Megatron accessor; cached."""
     return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
 
 
 def project_own_rows(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
     """Decorate ``MLASelfAttention.__init__`` to replace down and output projections by replicated ones.
 
-    The up-projections stay split by head, and gather the latents of all tokens.
+    The up-projections stay split by head, and all-gather the latents over the sequence.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +90,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
 
 
 def _whole(kind: Any, layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
-    """Build a replicated layer in place of a split one."""
+    """Build a replicated layer that replaces a tensor parallel one."""
     return _of_megatron(kind, context.megatron)(
         layer.input_size,
         layer.output_size,

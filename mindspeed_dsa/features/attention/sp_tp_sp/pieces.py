@@ -1,11 +1,11 @@
-"""Output projection of attention heads that are exchanged for tokens, in pieces of tokens.
+"""Output projection overlapped with the exchange of heads for tokens, in pieces along the sequence.
 
-A piece is the same token range of every rank, with all heads. So each output element is one sum over all
-heads, as in a single matmul, and the weight's gradient is one matmul over all tokens. Pieces of heads would
-have to be summed in the output's dtype, usually 16 bits.
+A piece is the same token range on every rank, with all heads. Each output element is therefore one sum over
+all heads, as in a single matmul, and the weight gradient is one matmul over all tokens. Splitting by heads
+instead would require sums in the output's dtype, usually 16 bits.
 
-Forward multiplies a piece while the next one is in flight. Backward sends a piece's gradient while it
-computes the next one, and computes the weight's gradient before it waits for the transfers.
+Forward projects a piece while the next one is in flight. Backward sends a piece's gradient while it computes
+the next one, and computes the weight gradient before it waits for the transfers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LEAST_TOKENS = 256
 
 
 def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange heads for tokens, and project the tokens.
+    """Exchange heads for tokens, and project each piece of tokens as it arrives.
 
     Args:
-        heads: ``[s, b, heads / t * dim]``, all tokens of this rank's heads; ``s`` is a multiple of ``t``.
+        heads: this rank's heads for all tokens, ``[s, b, heads / t * dim]``; ``s`` is a multiple of ``t``.
         weight: parameter ``[hidden, heads * dim]`` of the same dtype.
         group: process group of the ``t`` ranks, which all must call this.
 
@@ -44,7 +44,7 @@ def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -
 
 
 def pieces_of(rows: int, batch: int) -> list[tuple[int, int]]:
-    """Return the ranges of ``rows``, with ``batch`` tokens each, that are exchanged piece by piece."""
+    """Split ``rows`` sequence positions, of ``batch`` tokens each, into the ranges to exchange one by one."""
     return bounds(rows, min(MOST_PIECES, rows * batch // LEAST_TOKENS))
 
 
