@@ -1,4 +1,4 @@
-"""Comparison of a recorded step with its simulation, which has the same order and the measured times."""
+"""Comparison of a recorded step with a simulation of the same schedule that uses the measured times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A recorded and a simulated timeline, and where they differ in order and in time."""
+    """A recorded and a simulated timeline, and their differences in event order and in start times."""
 
     recorded: Timeline
     simulated: Timeline
@@ -63,7 +63,7 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
 
 
 def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
-    """Return the schedule that a recorded step was meant to run."""
+    """Rebuild the schedule that a recorded step was configured to run."""
     if layout.v_shaped:
         return lists.dual_pipe_v(layout.ranks, layout.microbatches, layout.paired, layout.split)
     schedule = megatron_order.schedule(
@@ -79,7 +79,7 @@ def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
 
 
 def _costs(timeline: Timeline) -> Costs:
-    """Return costs measured in a recorded step."""
+    """Derive simulation costs from a recorded step."""
     messages, rests = [], []
     for start, free, sent in _starts(timeline):
         # The block waited for a message: it was sent after the rank became free.
@@ -94,7 +94,7 @@ def _costs(timeline: Timeline) -> Costs:
 
 
 def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
-    """Yield, per block, its start, the end of the rank's previous block, and the send time of its input."""
+    """Yield per block: its start, the end of the rank's previous block, and the send time of its input."""
     # -inf stands for a missing previous block or input.
     schedule = timeline.schedule
     ends: dict[Unit | None, tuple[int, float]] = {
@@ -117,7 +117,7 @@ def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
-    """Return the median time per kind and stage; each event of a pair counts half the pair's time."""
+    """Return the median time per kind and stage. In a pair, each event counts half the pair's time."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.ranks):
         split = {_key(span)[1:] for span in spans if span.event.kind is Kind.WEIGHT}
@@ -159,7 +159,7 @@ def _key(span: Span) -> tuple[Kind, int, int]:
 
 
 def write(found: Beside, png: str | None, perfetto: str | None, to_json: str | None) -> None:
-    """Write the requested files; times are in seconds."""
+    """Write the requested plot, trace and JSON files; times are in seconds."""
     timelines = [found.recorded, found.simulated]
     if png:
         report.png(timelines, Path(png), "s")

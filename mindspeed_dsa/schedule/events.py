@@ -29,9 +29,9 @@ class Event:
         kind: kind of computation.
         chunk: index of the model chunk on this rank.
         microbatch: index of the microbatch in the step.
-        pair: number of the block that a forward and a backward share, hiding each other's communication.
-            ``None`` for an event without a partner.
-        ahead: whether a recomputation may run before its gradient arrives.
+        pair: number of the pair, if a forward and a backward run together and hide each other's
+            communication. ``None``: the event runs by itself.
+        ahead: whether this recomputation may run before the gradient for its backward arrives.
     """
 
     kind: Kind
@@ -57,8 +57,8 @@ class Schedule:
         ranks: events of each pipeline rank, in order.
         chunks: number of model chunks per rank.
         microbatches: number of microbatches per step.
-        v_shaped: whether odd chunks are on the ranks in reverse order, as in DualPipeV. Otherwise chunks are
-            interleaved.
+        v_shaped: whether odd chunks are assigned to the ranks in reverse order, as in DualPipeV. Otherwise
+            chunks are interleaved as in Megatron.
     """
 
     name: str
@@ -69,28 +69,28 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages; a microbatch passes them in order."""
+        """Number of pipeline stages, over all ranks and chunks."""
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the stage of a rank's chunk."""
+        """Return the stage number of a rank's chunk."""
         # 4 ranks, chunk 1 of rank 0: stage 7 in a V, stage 4 if interleaved.
         if self.v_shaped and chunk % 2:
             return (chunk + 1) * len(self.ranks) - 1 - rank
         return chunk * len(self.ranks) + rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage."""
+        """Return the rank that runs a stage."""
         chunk, position = divmod(stage, len(self.ranks))
         return len(self.ranks) - 1 - position if self.v_shaped and chunk % 2 else position
 
     def next_unit(self, rank: int, event: Event) -> Unit | None:
-        """Return the unit that takes the event's result as input; ``None`` at the model's ends."""
+        """Return the unit that consumes the event's output, or ``None`` at the model's ends."""
         stage = self.stage(rank, event.chunk) + (1 if event.kind is Kind.FORWARD else -1)
         return (event.kind, stage, event.microbatch) if 0 <= stage < self.stages else None
 
     def blocks(self, rank: int) -> Iterator[tuple[Event, ...]]:
-        """Yield a rank's events, with the two events of a pair together."""
+        """Yield a rank's events in order, as tuples: two for a pair, otherwise one."""
         events = iter(self.ranks[rank])
         for event in events:
             yield (event,) if event.pair is None else (event, next(events))
@@ -98,24 +98,27 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one chunk and microbatch, in any unit of time and any unit of memory.
+    """Time and memory of one chunk's work on one microbatch, in any units.
 
     Attributes:
-        forward: time of a forward's computation.
+        forward: compute time of a forward.
         input_gradient: time of computing dX.
         weight_gradient: time of computing dW.
-        all_to_all_forward: time of a forward's dispatch and combine with nothing else on the link.
-        all_to_all_backward: time of a backward's dispatch and combine, likewise.
+        all_to_all_forward: communication time of a forward's dispatch and combine, if nothing else uses the
+            link.
+        all_to_all_backward: communication time of a backward's dispatch and combine, if nothing else uses the
+            link.
         p2p: delay from the end of an event to the start of the dependent event on another rank.
-        between: delay from the end of an event to the start of the rank's next event, if that need not wait.
-        recompute: time of recomputing a forward.
-        hidden_in_pairs: fraction of the all-to-all time that a pair of independent events hides.
-        hidden_alone: fraction that a single event hides behind its shared expert and weight gradients.
+        between: host delay from the end of an event to the start of the rank's next one, if its inputs are
+            ready.
+        recompute: time to recompute a forward.
+        hidden_in_pairs: fraction of the all-to-all time hidden when a forward and a backward run as a pair.
+        hidden_alone: fraction hidden in an unpaired event, by its own shared expert and weight gradients.
         activations: memory that a forward keeps for its backward.
         checkpoint: memory that a forward keeps if the backward recomputes it.
         weight_activations: fraction of ``activations`` that weight gradients need after dX is computed.
-        measured: dict from kind and stage to measured time, which replaces all of the above. If it has
-            weight gradients, a backward's time excludes them.
+        measured: dict from (kind, stage) to measured time, which replaces the computed times above. If it
+            contains weight gradients, the backward times exclude them.
     """
 
     forward: float = 1.0
@@ -143,7 +146,7 @@ class Costs:
                 raise SettingsError(f"schedule: {name.replace('_', '-')} is a share; give at most 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return the costs of chunks ``factor`` times as large."""
+        """Return the costs for chunks that are ``factor`` times as large."""
         names = (
             "forward",
             "input_gradient",
@@ -171,7 +174,7 @@ class Costs:
         return times[kind]
 
     def all_to_all(self, kind: Kind, stage: int) -> float:
-        """Return the time of an event's all-to-alls with nothing else on the link."""
+        """Return the time of an event's all-to-alls, if nothing else uses the link."""
         # Measured times include transfers.
         if (kind, stage) in self.measured:
             return 0.0

@@ -1,7 +1,7 @@
-"""Schedules that Megatron does not have, as lists of events.
+"""Pipeline schedules missing in Megatron: zero bubble and DualPipeV, as lists of events per rank.
 
-Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023). DualPipeV: the DeepSeek-V3 report's
-DualPipe cut in half, so that each rank holds two stages and no stage is held twice.
+Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023). DualPipeV is the DualPipe of the
+DeepSeek-V3 report cut in half: each rank has two stages, and no stage is stored twice.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def _one_f_one_b(warmup: int, microbatches: int) -> Iterator[Event]:
 
 
 def weights_later(schedule: Schedule, most: int | None = None) -> Schedule:
-    """Split the weight gradients off a schedule's backwards; a rank computes them in the backwards' order.
+    """Split weight gradients off a schedule's backwards, to compute them later in the same order.
 
     Rank r defers r weight gradients, exactly enough to fill its cooldown bubble.
 
     Args:
-        schedule: schedule with whole backwards, in pairs or not.
-        most: bound on the waiting weight gradients of any rank, in pairs of chunk and microbatch.
+        schedule: schedule whose backwards include weight gradients.
+        most: largest number of weight gradients that a rank may defer at a time, each of one chunk and
+            microbatch.
     """
     lists = (
         tuple(_weights_later(events, rank if most is None else min(rank, most)))
@@ -61,14 +62,14 @@ def _weights_later(events: Iterable[Event], waiting: int) -> Iterator[Event]:
 
 
 def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool = False) -> Schedule:
-    """Return DualPipeV: two chunks per rank in the shape of a V; a forward of one runs with a backward.
+    """Return DualPipeV: two chunks per rank, and forwards of one chunk paired with backwards of the other.
 
     Args:
         ranks: pipeline parallel size.
         microbatches: number of microbatches per step, at least twice the ranks.
-        paired: whether the forward of one chunk and the backward of the other share a block.
-        split: whether weight gradients that would hold up another rank are deferred to fill the cooldown.
-            Other weight gradients follow their input gradient, or are part of it if backwards are paired.
+        paired: whether a forward of one chunk and a backward of the other run together as a pair.
+        split: whether to defer the weight gradients that would delay another rank, to fill the cooldown. The
+            others are computed right after their input gradients, or together with them in a pair.
 
     Raises:
         SettingsError: there are too few microbatches.
@@ -84,7 +85,7 @@ def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool 
 
 
 def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
-    """Yield a rank's events without pairs; with ``split``, every backward has separate weight gradients."""
+    """Yield a rank's events without pairs; ``split`` separates the weight gradients of every backward."""
     later = {(event.chunk, event.microbatch) for event in events if event.kind is Kind.WEIGHT}
     for event in events:
         yield replace(event, pair=None)
@@ -93,11 +94,11 @@ def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
 
 
 def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
-    """Return a schedule of only forwards on DualPipeV's chunks, for evaluation, without bubbles after warmup.
+    """Return an evaluation schedule (forwards only) on DualPipeV's chunks; no bubbles after warmup.
 
     Args:
         ranks: pipeline parallel size.
-        microbatches: number of microbatches, without a minimum.
+        microbatches: number of microbatches; any number works.
     """
     lists = []
     for rank in range(ranks):
@@ -113,7 +114,7 @@ def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
 
 
 class _DualPipeV:
-    """List of one rank, in the eight phases of the schedule."""
+    """Generator of one rank's events, in the eight phases of DualPipeV."""
 
     def __init__(self, ranks: int, rank: int, microbatches: int, split: bool) -> None:
         self.ranks, self.rank, self.microbatches, self.splits = ranks, rank, microbatches, split

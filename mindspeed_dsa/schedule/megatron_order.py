@@ -1,4 +1,4 @@
-"""Megatron's own schedules as lists, read from the schedule functions of this (patched) Megatron."""
+"""Megatron's own schedules as lists of events, read from the installed (patched) Megatron's functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Group:
 
 
 class _Communicator:
-    """Stand-in for Megatron's communicator, as far as ``get_pp_rank_microbatches`` reads it."""
+    """Stand-in for Megatron's P2P communicator, with the attributes read by ``get_pp_rank_microbatches``."""
 
     def __init__(self, size: int, rank: int, chunks: int) -> None:
         self.pp_group = _Group(size, rank)
@@ -54,12 +54,12 @@ def schedule(
         microbatches: number of microbatches per step.
         group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: ``ranks``.
         forward_only: whether this is an evaluation.
-        paired: whether forward and backward of a steady step share a block.
+        paired: whether the forward and backward of each 1F1B step run together as a pair.
         extra_warmup: whether to run one more warmup forward, as ``overlap_moe_expert_parallel_comm`` does.
-        recompute: time at which every backward's forward is recomputed, or ``None``.
+        recompute: point at which each forward is recomputed for its backward; ``None``: no recomputation.
 
     Raises:
-        SettingsError: Megatron refuses the numbers, or has no such schedule.
+        SettingsError: Megatron rejects the sizes, or its release lacks this schedule.
     """
     group = group or ranks
     check(ranks, chunks, microbatches, group)
@@ -85,7 +85,7 @@ def schedule(
 def backward_order(
     megatron: Megatron, ranks: int, chunks: int, microbatches: int, group: int
 ) -> list[tuple[int, int]]:
-    """Return ``(chunk, microbatch)`` of a rank's backwards in order, which is the same on every rank."""
+    """Return ``(chunk, microbatch)`` of all backwards in order; the order is the same on every rank."""
     # Backwards follow the table of forwards, with the chunks from last to first.
     return [
         (chunks - 1 - chunk, microbatch)
@@ -94,15 +94,15 @@ def backward_order(
 
 
 def in_bubble(index: int, backwards: int, warmup: int) -> bool:
-    """Return whether a rank idles before a backward: the first, and the last ones without a forward."""
+    """Return whether a rank idles before a backward: before the first one, and in the cooldown."""
     return index == 0 or index >= backwards - warmup
 
 
 def check(ranks: int, chunks: int, microbatches: int, group: int) -> None:
-    """Check the numbers as Megatron's interleaved schedule does.
+    """Check the sizes against the limits of Megatron's interleaved schedule.
 
     Raises:
-        SettingsError: the numbers are refused; the message has the nearest numbers that work.
+        SettingsError: the sizes are not allowed; the message names the nearest allowed ones.
     """
     if min(ranks, chunks, microbatches) < 1:
         raise SettingsError("a schedule needs at least one pipeline rank, one chunk and one microbatch")
@@ -133,7 +133,7 @@ def warmup_of(
     forward_only: bool = False,
     extra_warmup: bool = False,
 ) -> int:
-    """Return the number of a rank's forwards before its first backward."""
+    """Return a rank's number of warmup forwards (those before its first backward)."""
     if ranks == 1:
         # Without a pipeline Megatron runs all forwards of an evaluation, and at most one forward ahead.
         return microbatches * chunks if forward_only else int(extra_warmup)
@@ -162,7 +162,7 @@ _POSITION = (
 
 @contextmanager
 def _position(parallel_state: Any, ranks: int, rank: int, chunks: int) -> Iterator[None]:
-    """Set the pipeline position in the global state, where Megatron-core 0.12 and 0.13 read it."""
+    """Set this pipeline rank in Megatron's global state, from which Megatron-core 0.12 and 0.13 read it."""
     before = [getattr(parallel_state, name, None) for name in _POSITION]
     setters = (
         parallel_state.set_pipeline_model_parallel_world_size,

@@ -1,4 +1,4 @@
-"""Files of a recorded step, one per rank: written by training, read for comparison with a simulation."""
+"""Files of a recorded step, one per rank, which training writes and the comparison reads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the recorded schedule.
+    """Parameters of the recorded schedule.
 
     Attributes:
         ranks: pipeline parallel size.
         chunks: virtual pipeline size.
         microbatches: number of microbatches of the step.
         group: microbatch group size.
-        paired: whether forwards and backwards shared blocks.
+        paired: whether forwards and backwards ran in pairs.
         extra_warmup: whether there was one more warmup forward.
         split: whether weight gradients were computed separately.
-        waiting: bound on waiting weight gradients. ``None``: no bound but the list's own.
-        v_shaped: whether it was DualPipeV's list.
+        waiting: bound on deferred weight gradients per rank. ``None``: only the schedule's own bound.
+        v_shaped: whether the schedule was DualPipeV.
     """
 
     ranks: int
@@ -43,11 +43,11 @@ class Layout:
 
 
 def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Span]) -> str:
-    """Return the text of a rank's file.
+    """Return the content of a rank's file, as JSON.
 
     Args:
         layout: layout of the schedule.
-        position: dict from parallel dimension, ``pp`` among them, to this rank's index.
+        position: dict from parallel dimension, such as ``pp``, to this rank's index.
         step: number of the step in the run.
         spans: spans in the order of their starts; times in seconds.
     """
@@ -60,10 +60,10 @@ def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Spa
 
 
 def read(folder: Path) -> tuple[Layout, Timeline]:
-    """Read the first pipeline of a recorded step, whose ranks have index 0 in all other dimensions.
+    """Read a recorded step, only the ranks with index 0 in all parallel dimensions except ``pp``.
 
     Raises:
-        SettingsError: files are missing, damaged, or of different runs.
+        SettingsError: files are missing, damaged, or come from different runs.
     """
     files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
     if not files:

@@ -1,4 +1,4 @@
-"""Figures and plots of a timeline: step time, bubbles, hidden communication, activation memory."""
+"""Metrics and plots of a timeline: step time, bubbles, hidden communication, activation memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mindspeed_dsa.schedule.simulate import Span, Timeline
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one schedule.
+    """Metrics of one schedule.
 
     Attributes:
         schedule: name of the schedule.
         step_time: time of the step, in the unit of the costs.
-        bubble_fraction: fraction of ``ranks * step_time`` during which ranks wait.
-        hidden: fraction of all all-to-all time that computation hides.
-        steady_hidden_mean: hidden fraction of the pairs' all-to-all time, mean over the ranks.
-        steady_hidden_worst: hidden fraction on the worst rank, which holds up the others.
-        chunks_in_flight: peak number of forwards with a pending backward, per rank.
+        bubble_fraction: idle time of all ranks divided by ``ranks * step_time``.
+        hidden: fraction of the total all-to-all time that is hidden by computation.
+        steady_hidden_mean: hidden fraction of the all-to-all time in pairs, mean over the ranks.
+        steady_hidden_worst: hidden fraction of the all-to-all time in pairs, on the rank where it is lowest.
+        chunks_in_flight: peak number of forwards whose backward has not run yet, per rank.
         peak_memory: peak activation memory, per rank.
     """
 
@@ -38,12 +38,12 @@ class Figures:
     peak_memory: tuple[float, ...]
 
     def record(self) -> dict[str, Any]:
-        """Return the figures as a dict for JSON."""
+        """Return the metrics as a dict for JSON."""
         return asdict(self)
 
 
 def figures(timeline: Timeline, costs: Costs) -> Figures:
-    """Compute the figures of a timeline."""
+    """Compute the metrics of a timeline."""
     by_rank = [_hidden([s for s in spans if s.event.pair is not None]) for spans in timeline.ranks]
     steady = [share for share in by_rank if share is not None]
     busy = sum(_busy(spans) for spans in timeline.ranks)
@@ -65,7 +65,7 @@ def _hidden(spans: Sequence[Span]) -> float | None:
 
 
 def _busy(spans: Sequence[Span]) -> float:
-    """Return the time during which a rank works; the two events of a pair share one interval."""
+    """Return a rank's working time; the two events of a pair count once."""
     return sum(end - start for start, end in {(span.start, span.end) for span in spans})
 
 
@@ -103,7 +103,7 @@ def _peak_memory(spans: Sequence[Span], costs: Costs) -> float:
 
 
 def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """Return the rows of a text table, the header first."""
+    """Format metrics as rows of a text table, the header first."""
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
@@ -145,7 +145,7 @@ _LABELLED = 700
 
 
 def png(timelines: Sequence[Timeline], path: Path, unit: str = "") -> None:
-    """Plot timelines below each other, one row per rank, on one time axis.
+    """Plot timelines one below the other, with one row per rank and a shared time axis.
 
     Raises:
         SettingsError: matplotlib is missing.
@@ -207,7 +207,7 @@ def _panel(axes: Any, timeline: Timeline) -> None:
 
 
 def _lane(span: Span, rank: int) -> tuple[float, float]:
-    """Return the top and height of a span; the two of a pair share a row."""
+    """Return a span's vertical position and height in the plot; the events of a pair share a row."""
     if span.event.pair is None:
         return rank + 0.05, 0.9
     return (rank + 0.05, 0.45) if span.event.kind is Kind.FORWARD else (rank + 0.5, 0.45)

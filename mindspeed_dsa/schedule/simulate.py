@@ -1,4 +1,4 @@
-"""Simulation of a schedule: the time of each event from its cost and its dependencies."""
+"""Simulation of a schedule: the start and end of each event, from costs and dependencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Span:
     """Interval in which an event runs.
 
     Attributes:
-        event: the event.
+        event: event that runs.
         rank: pipeline rank.
         start: start time, in the unit of the costs.
         end: end time; the events of a pair share both times.
@@ -46,11 +46,11 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run each rank's list in order, each event as soon as its inputs have arrived.
+    """Simulate a schedule: each rank runs its events in order, as soon as their inputs have arrived.
 
     Raises:
-        SettingsError: ranks deadlock, an event is missing or listed twice, or two ranks disagree about the
-            order of their messages.
+        SettingsError: ranks deadlock, an event is missing or listed twice, or a receiver expects messages in
+            another order than they are sent.
     """
     check_lists(schedule)
     simulation = _Simulation(schedule, costs)
@@ -73,7 +73,7 @@ class _Simulation:
         return event.kind, self.schedule.stage(rank, event.chunk), event.microbatch
 
     def run(self) -> None:
-        """Advance each rank until an input is missing; the event that provides the input resumes it."""
+        """Run every rank until an input is missing; the event that provides the input resumes the rank."""
         waiting: dict[Unit, list[int]] = defaultdict(list)
         ready = deque(range(len(self.blocks)))
         while ready:
@@ -98,7 +98,7 @@ class _Simulation:
             raise SettingsError(f"schedule {self.schedule.name!r} deadlocks: " + "; ".join(sorted(stuck)))
 
     def _needs(self, rank: int, block: tuple[Event, ...]) -> list[Unit]:
-        """Return the units that a block waits for, except its own events."""
+        """Return the inputs that a block waits for, except outputs of its own events."""
         own_units = {self._unit(rank, event) for event in block}
         return [unit for event in block for unit in self._before(rank, event) if unit not in own_units]
 
@@ -141,7 +141,7 @@ class _Simulation:
 
 
 def check_lists(schedule: Schedule) -> None:
-    """Check that every unit runs once, forward and backward, and that message orders match.
+    """Check that every forward and backward runs exactly once, and that message orders match.
 
     A schedule without any backward is checked for forwards only.
 
@@ -171,7 +171,7 @@ def check_lists(schedule: Schedule) -> None:
 
 
 def _messages(schedule: Schedule) -> dict[tuple[int, int, Kind], tuple[list[Unit], list[Unit]]]:
-    """Return a dict from sender, receiver and direction to messages in sent and in expected order."""
+    """Return a dict from (sender, receiver, direction) to the messages in sent and in expected order."""
     messages: dict[tuple[int, int, Kind], tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for rank, events in enumerate(schedule.ranks):
         for event in events:
