@@ -1,15 +1,16 @@
-"""All-to-all split into a start and a wait, with other work between them in forward and in backward.
+"""All-to-all split into a start and a wait, so that other work overlaps with it in forward and backward.
 
-Autograd runs ready nodes in the reverse order of their creation. Work created between :func:`start` and
-:meth:`InFlight.wait` therefore also runs between the two halves of the reverse transfer in backward: the node
-of the wait launches it, and the node of the start waits for it.
+In backward, the autograd node of :meth:`InFlight.wait` launches the reverse all-to-all, and the node of
+:func:`start` waits for it. Autograd runs ready nodes in the reverse order of their creation. Work between the
+start and the wait in forward therefore overlaps with the transfer in backward too.
 
-If a graph is cut into pieces with separate backwards, use :func:`depart` and :meth:`InFlight.arrive` on the
-two sides of a cut. The graph then carries no rows across the cut and keeps none for it.
+A graph can also be cut into parts that run backward separately. For an all-to-all across a cut, use
+:func:`depart` before it and :meth:`InFlight.arrive` after it. Only an empty tensor then connects the two
+parts, and neither part keeps the transferred rows.
 
-Megatron's own all-to-all becomes one of the halves inside :func:`launching`, :func:`departing` and
-:func:`arriving`. Inside :func:`departed` it only adds the node that waits for the gradient, and inside
-:func:`returning` it does nothing.
+The contexts below change Megatron's own all-to-all. It only starts inside :func:`launching` and
+:func:`departing`, and only waits inside :func:`arriving`. Inside :func:`departed` it only adds the node that
+waits for the gradient. Inside :func:`returning` it does nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Splits = list[int] | None
 
 
 class InFlight:
-    """All-to-all in flight; made by :func:`start` or :func:`depart`, one per call."""
+    """All-to-all in flight, created by :func:`start` or :func:`depart`."""
 
     def __init__(self, output_splits: Splits, input_splits: Splits, group: Any) -> None:
         self.forward: Pending | None = None
@@ -44,15 +45,18 @@ class InFlight:
         self._name = names.current()
 
     def wait(self) -> Tensor:
-        """Wait for the rows ``[sum(output_splits), ...]``. In backward, this launches the reverse transfer.
+        """Wait for the transfer. Backward launches the reverse transfer.
+
+        Returns:
+            Received rows, ``[sum(output_splits), ...]``.
 
         Raises:
-            RuntimeError: the transfer was already awaited.
+            RuntimeError: this was called before.
         """
         return self.wait_and_mark()[0]
 
     def wait_and_mark(self) -> tuple[Tensor, Tensor]:
-        """Wait as :meth:`wait`, and also return a mark ``[0]`` for the ``after`` of :func:`start`."""
+        """Like :meth:`wait`, but also return a mark ``[0]``, for the ``after`` argument of :func:`start`."""
         if self.received is None:
             raise RuntimeError(
                 "this all-to-all was waited for already; use the rows which that wait returned"
@@ -62,19 +66,23 @@ class InFlight:
         return rows, mark
 
     def arrive(self, edge: Tensor) -> Tensor:
-        """Wait for the rows ``[sum(output_splits), ...]``. In backward, this launches the reverse transfer.
+        """Wait for the transfer after a cut of the graph. Backward launches the reverse transfer.
 
         Args:
-            edge: result of :func:`depart`, ``[0]``, or a leaf that replaces it beyond a cut.
+            edge: result of :func:`depart`, ``[0]``, or the leaf tensor that replaces it after a cut of the
+                graph.
+
+        Returns:
+            Received rows, ``[sum(output_splits), ...]``.
         """
         result: Tensor = _Arrive.apply(edge, self)
         return result
 
     def give_way(self, earlier: InFlight) -> None:
-        """In backward, wait for this transfer only after the backward of all work since ``earlier``'s start.
+        """In backward, delay the wait for this transfer until the work since ``earlier``'s start has run.
 
-        Work that depends on neither transfer then hides this one in backward, even if it hid the other one
-        in forward.
+        Work that depends on neither transfer then overlaps with this one in backward, even if it overlapped
+        with ``earlier`` in forward.
 
         Args:
             earlier: transfer that was started before this one.
@@ -88,7 +96,7 @@ class InFlight:
                 set_place(earlier.place)
 
     def send(self, rows: Tensor, reverse: bool = False) -> Pending:
-        """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers back to senders."""
+        """Launch a transfer of ``[sum(splits), ...]``, or with ``reverse`` back to the senders."""
         # In reverse, each rank sends back as many rows as it received.
         receive, send = reversed(self._splits) if reverse else self._splits
         rows = rows.contiguous()
@@ -102,15 +110,16 @@ class InFlight:
 def start(
     rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any, after: Tensor | None = None
 ) -> InFlight:
-    """Launch an all-to-all. All ranks of the group start the same ones in the same order.
+    """Launch an all-to-all. All ranks of the group must start the same transfers in the same order.
 
     Args:
-        rows: rows sorted by receiving rank, ``[sum(input_splits), ...]``; unchanged until the wait.
+        rows: rows grouped by destination rank, ``[sum(input_splits), ...]``; must not change until the wait.
         output_splits: number of rows from each rank.
         input_splits: number of rows to each rank.
         group: process group.
-        after: mark of an earlier transfer. In backward, that transfer is reversed only after this one has
-            returned, regardless of :meth:`InFlight.give_way`.
+        after: mark of an earlier transfer, see :meth:`InFlight.wait_and_mark`. In backward, the reverse of
+            the earlier transfer starts only after the reverse of this one is complete, regardless of
+            :meth:`InFlight.give_way`.
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.received = _Start.apply(rows, flight, after)
@@ -121,10 +130,10 @@ def start(
 
 
 def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> tuple[Tensor, InFlight]:
-    """Launch an all-to-all like :func:`start`, when the graph is cut before the wait.
+    """Launch an all-to-all whose wait is in another part of a cut graph; see the module's docstring.
 
     Returns:
-        Edge ``[0]`` whose backward waits for the rows' gradient, and the transfer.
+        Empty tensor (edge) whose backward waits for the gradient of ``rows``, and the transfer.
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.forward = flight.send(rows)
@@ -132,7 +141,7 @@ def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any
 
 
 class _Depart(torch.autograd.Function):
-    """Node of rows in flight or already sent; its backward waits for their gradient."""
+    """Node before a cut of the graph; its backward waits for the gradient of the sent rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
@@ -204,7 +213,7 @@ _half: ContextVar[_Half | None] = ContextVar("half of an all-to-all", default=No
 
 
 def split_all_to_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap Megatron's ``all_to_all``: run only a half inside the contexts below."""
+    """Wrap Megatron's ``all_to_all`` to run only the start or the wait inside the contexts below."""
 
     def all_to_all(
         group: Any,
@@ -236,10 +245,10 @@ def _inside(half: _Half) -> Iterator[None]:
 
 
 def launching(flights: list[InFlight], after: Tensor | None = None) -> AbstractContextManager[None]:
-    """Start the all-to-alls of the block without waiting; they return their receive buffers.
+    """Within the block, Megatron's all-to-alls start without waiting, and return their receive buffers.
 
     Args:
-        flights: list that the transfers are appended to.
+        flights: list to which the started transfers are appended.
         after: mark of an earlier transfer; see :func:`start`.
     """
 
@@ -253,7 +262,7 @@ def launching(flights: list[InFlight], after: Tensor | None = None) -> AbstractC
 
 
 def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Start the all-to-alls of the block before a cut of the graph; they return an edge ``[0]``."""
+    """Within the block, Megatron's all-to-alls start as in :func:`depart`, and return their edges ``[0]``."""
 
     def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
         edge, flight = depart(rows, output_splits, input_splits, group)
@@ -264,10 +273,11 @@ def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Skip the all-to-alls of the block, whose rows were sent before the recomputation.
+    """Within the block, Megatron's all-to-alls send nothing: the first forward has sent the same rows.
 
     Args:
-        flights: transfers of the first forward, in the same order; their gradients return through them.
+        flights: transfers of the first forward in order, through which the gradients return. Each all-to-all
+            removes the first one.
     """
 
     def rejoin(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
@@ -278,7 +288,7 @@ def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Make the block's all-to-alls wait for the first of ``flights``; their input is the start's edge."""
+    """Within the block, Megatron's all-to-alls take an edge and wait for the first of ``flights``."""
 
     def arrive(group: Any, edge: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
         return flights.pop(0).arrive(edge)
@@ -287,5 +297,5 @@ def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def returning(rows: Tensor) -> AbstractContextManager[None]:
-    """Make the block's all-to-all return rows that have already arrived."""
+    """Within the block, Megatron's all-to-all returns ``rows``, which have already arrived."""
     return _inside(lambda *_: rows)

@@ -1,7 +1,7 @@
-"""Pool of receive buffers on the CPU, reused from one transfer to the next.
+"""Pool of receive buffers in host memory, reused across transfers.
 
-Newly allocated host memory causes a page fault per page, in the thread that should be free during a transfer.
-Device allocators already cache memory.
+Fresh host memory causes a page fault per page, which delays the thread that should compute during a transfer.
+Device memory is not pooled, because its allocators already cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Reduce-scatter over gloo without the extra traffic of an all-reduce.
+"""Reduce-scatter over gloo that sends half as many bytes as an all-reduce.
 
-``torch.distributed`` implements reduce-scatter over gloo as an all-reduce, after which each rank keeps its
-part: twice the bytes, in two phases. Here the ranks exchange parts, and each rank sums its own.
+``torch.distributed`` implements reduce-scatter over gloo as an all-reduce, of which each rank keeps its own
+part. That sends twice the bytes, in two phases. Here each rank sends every other rank its part, and sums the
+parts that it receives.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class Exchange:
     """Handle of a reduce-scatter; ``wait`` adds the received parts to the output.
 
     Args:
-        output: this rank's own part, ``[rows, ...]``. It may be written until :meth:`wait`.
+        output: this rank's part of the result, ``[rows, ...]``. The caller may write it until :meth:`wait`.
         parts: receive buffers ``[rows, ...]``, one per other rank, in rank order.
         work: handle of the collective.
-        kept: tensor that the collective reads, kept alive until it is done.
+        kept: tensor that the collective reads, kept alive until the collective is done.
     """
 
     def __init__(self, output: Tensor, parts: list[Tensor], work: Any, kept: Tensor) -> None:
@@ -31,7 +32,7 @@ class Exchange:
         self._kept: Tensor | None = kept
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait and complete the sum in the output; later calls add nothing."""
+        """Wait, and add the received parts to the output. Later calls add nothing."""
         self._work.wait(*timeout)
         for part in self._parts:
             self._output.add_(part)
@@ -39,7 +40,7 @@ class Exchange:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the collective's handle."""
+        """Forward all other attributes to the collective's handle."""
         if name in _RESULTS:
             raise AttributeError(f"{name}: the sum is in the output once wait() has returned; call that")
         return getattr(self._work, name)
@@ -48,12 +49,12 @@ class Exchange:
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Run ``torch.distributed.reduce_scatter_tensor``, for sums of CPU tensors without an all-reduce.
+    """Like ``torch.distributed.reduce_scatter_tensor``, but faster for sums of CPU tensors over gloo.
 
     Args:
         output: result, ``[rows, ...]``, contiguous.
-        input: parts for all ranks, ``[ranks * rows, ...]``, with the output's dtype.
-        op: reduction. All except sums, and invalid calls, are passed to ``torch.distributed``.
+        input: concatenated parts for all ranks, ``[ranks * rows, ...]``, with the output's dtype.
+        op: reduction. Other reductions than sums, and invalid calls, are passed to ``torch.distributed``.
         group: process group.
         async_op: whether to return a handle with ``wait()`` instead of waiting.
     """
@@ -80,7 +81,7 @@ def _without(by_rank: Tensor, rank: int) -> Tensor:
 
 
 def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
-    """Return whether both are on the CPU and fit. Checked first, before any rank waits for this one."""
+    """Return whether both tensors are on the CPU with fitting shapes, before any communication."""
     return (
         input.device.type == output.device.type == "cpu"
         and input.dtype == output.dtype
@@ -90,10 +91,10 @@ def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
 
 
 def exchange(output: Tensor, parts: Tensor, group: Any) -> Exchange:
-    """Start a reduce-scatter. The caller writes its own part to ``output`` before the wait.
+    """Start a reduce-scatter whose own part the caller computes during the transfer.
 
     Args:
-        output: this rank's own part, ``[rows, ...]``.
+        output: this rank's own part, ``[rows, ...]``, which the caller writes before the wait.
         parts: parts for the other ranks in rank order, ``[ranks - 1, rows, ...]``, contiguous.
         group: process group.
     """

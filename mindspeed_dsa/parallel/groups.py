@@ -1,4 +1,4 @@
-"""Process groups that are created only by their members."""
+"""Creation of process groups by their members only, unlike ``torch.distributed.new_group``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 def subgroup(parent: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-    """Create a subgroup. Only its ranks call this, all in the same order; the timeout is the parent's.
+    """Create a subgroup with the parent's timeout. Only its ranks call this, all in the same order.
 
     Args:
-        parent: group of all these ranks, created by all ranks of the world.
+        parent: process group that contains all of ``ranks``, created by all ranks of the world.
         ranks: global ranks of the members, including this rank.
     """
     # torch names the group by the number of groups that the calling rank is in. Ranks of a pipeline are in
@@ -38,7 +38,7 @@ def subgroup(parent: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return the timeout with which a group was created, or ``None`` if its backend does not tell."""
+    """Return the timeout with which a group was created, or ``None`` if its backend does not expose it."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

@@ -15,12 +15,12 @@ _DIMENSIONS = "dimensions_to_cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """Position of a shard in its parameter.
+    """Position of a shard within its parameter.
 
     Attributes:
         dim: sharded dimension.
         index, pieces: index of this rank's shard, and the number of equal shards.
-        replica: index of this copy among the copies of the shard.
+        replica: index of this copy among the replicas of the shard.
     """
 
     dim: int
@@ -40,22 +40,22 @@ def cut_of(tensor: DTensor) -> Cut:
 
 
 def shard_axis(tensor: DTensor) -> int:
-    """Return the mesh dimension along which the tensor is sharded."""
+    """Return the index of the mesh dimension along which the tensor is sharded."""
     return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
 
 
 def cut_on(parameter: Any, dims: Iterable[int]) -> None:
-    """Declare the dimensions along which a parameter may be sharded, best first."""
+    """Declare the dimensions along which a parameter may be sharded, in order of preference."""
     setattr(parameter, _DIMENSIONS, tuple(dims))
 
 
 def dimensions_to_cut(parameter: Any) -> tuple[int, ...] | None:
-    """Return the dimensions declared with :func:`cut_on`; ``None`` if all are allowed."""
+    """Return the dimensions declared with :func:`cut_on`; ``None``: any dimension is allowed."""
     return getattr(parameter, _DIMENSIONS, None)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return a ``DTensor``'s local shard, the same object at each call; other tensors are returned as is.
+    """Return a ``DTensor``'s local shard, always the same object. Return other tensors as they are.
 
     Raises:
         AttributeError: this torch release does not store the shard as ``_local_tensor``.
@@ -72,7 +72,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like(value: Any, sharded: Any) -> Any:
-    """Wrap ``value`` as a DTensor like ``sharded`` if it is a plain tensor shaped like the local shard."""
+    """Wrap a plain tensor ``value`` as a DTensor like ``sharded``, if its shape is the local shard's."""
     if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != local_of(sharded).shape:

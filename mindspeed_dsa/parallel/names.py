@@ -1,8 +1,8 @@
-"""Names of collectives: their content, their layer, and the forward or backward that runs them.
+"""Names of collectives for debugging: the content, the layer, and the forward or backward they belong to.
 
 Code that starts a collective names its content, ``with named("dispatch"):``. Features that know the layer or
-the place in the schedule add it. Only the recorder of collectives reads :func:`current`, so a name costs no
-more than setting a context variable.
+the microbatch add them. Only the recorder of collectives reads :func:`current`, so a name only costs setting
+a context variable.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Name:
-    """Content and place of a collective, as far as known.
+    """Description of a collective; unknown fields are left empty.
 
     Attributes:
         what: content that is sent, for example ``dispatch``.
         layer: Megatron's layer number, from 1.
-        passes: running forwards and backwards; two if they are a pair.
-        reverse: whether this transfer returns the gradients of a forward's transfer.
-        half: index of the half of the microbatch's tokens, 0 or 1, if they are cut.
+        passes: forwards and backwards that are running; two if they run as a pair.
+        reverse: whether this transfer returns the gradients of a transfer in forward.
+        half: index of the half of the microbatch's tokens, 0 or 1, if the tokens are split in two halves.
     """
 
     what: str = ""
@@ -50,7 +50,7 @@ class Name:
     half: int | None = None
 
     def reversed(self) -> Name:
-        """Return the name of the transfer that returns the gradients."""
+        """Return the name of the reverse transfer, which returns the gradients."""
         # In a pair, the transfer belongs to the forward; its gradients return in that forward's backward.
         forwards = [run for run in self.passes if run.direction == "forward"]
         backwards = tuple(replace(run, direction="backward") for run in forwards)
@@ -76,16 +76,16 @@ def current() -> Name:
 
 
 def set_current(name: Name) -> None:
-    """Set the name of this thread's collectives from now on, for callers without an enclosing block."""
+    """Set the name of this thread's collectives from now on, for callers that cannot use a ``with`` block."""
     _name.set(name)
 
 
 class named:
-    """Context that names the content of its collectives.
+    """Context manager that names the content of the collectives started inside.
 
     Args:
         what: content, in a few words.
-        layer: layer number; default: the one set by an enclosing context.
+        layer: layer number; default: the layer set by an enclosing context.
     """
 
     __slots__ = ("_layer", "_token", "_what")
@@ -103,12 +103,12 @@ class named:
 
 
 def of_half(number: int) -> under:
-    """Return a context for collectives of one half of the tokens, 0 or 1."""
+    """Return a context manager for collectives of one half of the tokens, 0 or 1."""
     return under(replace(_name.get(), half=number))
 
 
 class under:
-    """Context that restores a name for its collectives.
+    """Context manager that restores an earlier name for the collectives started inside.
 
     Args:
         name: result of an earlier :func:`current`.

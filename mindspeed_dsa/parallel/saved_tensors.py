@@ -1,11 +1,11 @@
-"""Marks on saved tensors, for features that move them: freed storage, and copies of parameters.
+"""Registry of saved tensors that need special care when features such as offloading move them.
 
-*Freed storage.* Some storages are freed after forward, and recomputed or gathered again in backward. Their
-bytes may be gone before an offloading copy reads them, and they are refilled at the same address anyway.
+*Freed storage.* Some storages are freed after forward, and refilled in backward by recomputation or a gather.
+They must not be offloaded: their bytes can be gone before the copy reads them, and they are refilled anyway.
 
-*Copies of parameters.* For a saved parameter, autograd makes a new tensor from the result of a hook.
-Megatron's gradient accumulation fusion needs the attributes of the parameter itself: the gradient buffer, and
-a flag for data parallelism that the gradient is in it already. So a linear layer's backward looks up the
+*Copies of parameters.* If saved-tensor hooks handle a saved parameter, autograd returns a new tensor in
+backward. Megatron's gradient accumulation fusion needs the attributes ``main_grad`` and
+``grad_added_to_main_grad`` of the parameter itself. A linear layer's backward therefore looks up the
 parameter.
 """
 
@@ -25,7 +25,7 @@ _freed: WeakSet[Any] = WeakSet()
 
 
 def mark_freed(output: Tensor) -> None:
-    """Mark the storage of ``output``, which will be freed and refilled."""
+    """Mark the storage of ``output`` as one that will be freed and refilled."""
     _freed.add(output.untyped_storage())
 
 
@@ -44,7 +44,7 @@ def bytes_of(storage: Any) -> Tensor:
 
 
 def mark_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``CheckpointWithoutOutput.checkpoint``: mark its outputs as freed."""
+    """Wrap ``CheckpointWithoutOutput.checkpoint`` to mark its outputs' storages as freed."""
 
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         outputs = original(self, run_function, *args)
@@ -61,7 +61,7 @@ _by_address: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 
 
 def remember_parameter(parameter: Parameter) -> None:
-    """Record a parameter whose saved tensor is about to be replaced by hooks."""
+    """Register a parameter for :func:`parameter_of`, before hooks replace its saved tensor."""
     _by_address[parameter.data_ptr()] = parameter
 
 
@@ -79,7 +79,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def with_own_weight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``backward`` of Megatron's linear function: pass it the saved parameters themselves."""
+    """Wrap ``backward`` of Megatron's linear function to read parameters instead of their copies."""
 
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return original(_WithParameters(ctx) if ctx.gradient_accumulation_fusion else ctx, grad_output)
@@ -88,7 +88,7 @@ def with_own_weight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WithParameters:
-    """Autograd context that returns parameters themselves in place of their copies."""
+    """Proxy of an autograd context; its ``saved_tensors`` are the parameters instead of their copies."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx

@@ -1,7 +1,7 @@
-"""Asynchronous transfers: pending results, messages around a ring, and messages between all pairs.
+"""Asynchronous transfers: pending results, ring messages, and messages between all pairs of ranks.
 
-Every rank posts receives before sends. A gloo sender waits for a notice of the receive, and this notice
-queues behind data that the receiver itself sends to the same rank.
+Every rank posts its receives before its sends. A gloo sender waits until the receiver announces its receive,
+and the announcement would queue behind data that the receiver sends to the same rank.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mindspeed_dsa.parallel.names import named
 
 @dataclass
 class Pending:
-    """Result that collectives are still writing.
+    """Result of collectives that are still running.
 
-    May be awaited on another stream than the one that started it. Memory is then not reused on the first
-    stream before the second one has caught up.
+    :meth:`wait` may run on another stream than the one on which the collectives were started. It then calls
+    ``record_stream``, so that the memory is not reused too early.
 
     Attributes:
-        result: buffer of the result.
+        result: buffer that the collectives write.
         works: handles of the collectives.
         inputs: tensors that the collectives read.
-        stream: stream on which they were started.
+        stream: stream on which the collectives were started.
     """
 
     result: Tensor
@@ -78,13 +78,13 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending
         tensor: contiguous tensor. It must not change before the wait: gloo reads it once the receiver is
             ready.
         group: process group of at least two ranks.
-        tag: tag that separates concurrent transfers. With two ranks, next and previous rank are the same,
-            and gloo, unlike NCCL and HCCL, does not match messages by order alone.
+        tag: tag that separates concurrent transfers. Needed with two ranks, where the next and the previous
+            rank are the same: gloo, unlike NCCL and HCCL, does not match messages by order.
         what: content of the message, for its name.
 
     Returns:
-        Pending tensor from the previous rank, from the pool: return it with :func:`buffer_pool.give_back`.
-        It keeps ``tensor`` alive until the wait.
+        Pending tensor from the previous rank. Its buffer comes from the pool: return it with
+        :func:`buffer_pool.give_back`. ``tensor`` is kept alive until the wait.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = buffer_pool.take(tensor)
@@ -107,10 +107,10 @@ _messages: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 def exchange_pairs(
     sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], group: ProcessGroup
 ) -> list[Any]:
-    """Start exchanging messages between all pairs of ranks, directly from and to the given tensors.
+    """Start sending a list of tensors to every other rank, and receiving lists, without extra copies.
 
     Every rank of the group calls this in the same order. Intended for gloo, whose all-gather into a list
-    copies through an internal buffer of the total size. On devices, collectives are the better choice.
+    copies through an internal buffer of the total size. For device tensors use collectives instead.
 
     Args:
         sends: contiguous tensors for each rank; this rank's own entry is ignored. They must not change

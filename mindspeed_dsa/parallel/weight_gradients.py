@@ -1,12 +1,12 @@
-"""Weight gradients of linear layers: accumulated into ``main_grad``, or computed at another time.
+"""Weight gradients of linear layers, accumulated into ``main_grad`` or deferred to a later time.
 
-:class:`WeightGradient` computes one gradient, in one or several pieces.
+:class:`WeightGradient` computes one gradient, in one or several matmuls.
 
-A *deferred* gradient is computed later in backward than the point at which its operands are known. It is a
-node of the graph between a weight and the functions that use it. Autograd runs ready nodes in the reverse
-order of their creation, so the place of creation in forward determines the time in backward. Created between
-the start and the wait of a transfer, it runs under the reverse transfer. The weight's ``AccumulateGrad``,
-with all hooks of data parallelism, runs after it, as often as without deferral.
+A *deferred* gradient is computed by its own autograd node, inserted between the weight and the functions that
+use the weight. Autograd runs ready nodes in the reverse order of their creation, so the point of creation in
+forward determines the time in backward. A node created between the start and the wait of a transfer overlaps
+with the reverse transfer. The weight's ``AccumulateGrad`` and its data parallel hooks run after the node, as
+often as without deferral.
 
 A function supports deferral in three steps::
 
@@ -14,8 +14,8 @@ A function supports deferral in three steps::
     output = Function.apply(rows, deferred.edge, deferred)      # the edge replaces the weight in the graph
     return grad_rows, deferred.defer(gradient), None            # in its backward, for the edge
 
-:func:`defer_in_linear` does this for Megatron's own linear layers. A :class:`QueuedGradient` waits even
-longer, beyond the end of backward.
+:func:`defer_in_linear` does this for Megatron's own linear layers. A :class:`QueuedGradient` has no node: it
+is put in a queue, and computed after the backward has ended.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mindspeed_dsa.patches.compose import depends_on
 
 
 class WeightGradient:
-    """Gradient of a linear layer's weight, summed over the rows passed to :meth:`add`.
+    """Gradient of a linear layer's weight, summed over the rows of all calls of :meth:`add`.
 
     Args:
         weight: parameter, ``[out, in]``.
         rows: layer's input as saved for backward, ``[rows, in]``, contiguous.
         main_grad: gradient buffer, ``[out, in]``, or ``None``.
-        fusion: Megatron's ``gradient_accumulation_fusion``: kernels add the product to ``main_grad``.
+        fusion: Megatron's ``gradient_accumulation_fusion``: fused kernels accumulate into ``main_grad``.
         megatron: accessor of Megatron's modules, for the fused kernels.
     """
 
@@ -61,12 +61,12 @@ class WeightGradient:
 
     @property
     def in_pieces(self) -> bool:
-        """Return whether several calls of :meth:`add` are as accurate as one: sums have 32 bits or more."""
+        """Return whether several calls of :meth:`add` are as accurate as one: sums are fp32 or wider."""
         target: Tensor = self._weight.main_grad if self._fusion else self._weight  # type: ignore[attr-defined]
         return target.dtype in (torch.float32, torch.float64)
 
     def add(self, grad_output: Tensor, rows: Tensor) -> None:
-        """Add ``grad_output.T @ rows``.
+        """Add the gradient of some rows, ``grad_output.T @ rows``.
 
         Args:
             grad_output: gradient of the output, ``[rows, out]``, contiguous.
@@ -93,16 +93,17 @@ class WeightGradient:
             )
 
     def result(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the value that backward returns for the weight: the sum, or with fusion a placeholder."""
+        """Return the weight's gradient for autograd: the sum, or a placeholder if it is in ``main_grad``."""
         if not self._fusion:
             return self._sum
         return placeholder(self._weight, dtype, self._megatron)
 
 
 def placeholder(weight: Any, dtype: torch.dtype, megatron: Megatron) -> Tensor | None:
-    """Return the value that backward returns for a weight whose gradient is already in ``main_grad``.
+    """Return the gradient for autograd of a weight whose real gradient is already in ``main_grad``.
 
-    With Megatron's DDP (``grad_added_to_main_grad``) this is a tensor, so that hooks run; otherwise ``None``.
+    With Megatron's DDP (the weight has ``grad_added_to_main_grad``) this is a dummy tensor, so that the
+    gradient hooks run; otherwise ``None``.
 
     Args:
         weight: parameter; its ``grad_added_to_main_grad`` is set.
@@ -129,12 +130,12 @@ Gradient = Callable[[], "Tensor | None"]
 
 
 class DeferredGradient:
-    """Gradient of one weight in one forward and backward.
+    """Deferred gradient of one weight, for one forward and its backward.
 
     Attributes:
         weight: parameter of any shape.
-        taken: whether a function has requested the deferral.
-        edge: substitute for the weight in the graph, ``[0]``.
+        taken: whether a function has requested the deferral with :func:`deferred_gradient_of`.
+        edge: empty tensor that replaces the weight in the autograd graph.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -144,10 +145,10 @@ class DeferredGradient:
         self.edge: Tensor = _Deferral.apply(weight, self._gradients)
 
     def defer(self, gradient: Gradient, operands: Iterable[Tensor] = ()) -> Tensor:
-        """Defer the computation of a gradient. Several gradients of the weight are summed.
+        """Store a function that computes the gradient later. Several gradients of the weight are summed.
 
         Args:
-            gradient: function that computes it.
+            gradient: function that computes the gradient.
             operands: tensors that ``gradient`` keeps alive.
 
         Returns:
@@ -157,12 +158,12 @@ class DeferredGradient:
         return self.weight.new_empty(0)
 
     def is_in(self, queue: MutableSequence[Queued] | None) -> bool:
-        """Return whether the gradient is left in ``queue``."""
+        """Return whether the gradient goes to ``queue``; False, as this class uses no queue."""
         return False
 
 
 class Queued(NamedTuple):
-    """Gradient that backward has left uncomputed."""
+    """Weight gradient that backward did not compute, with the function that computes it."""
 
     weight: Tensor
     gradient: Gradient
@@ -174,7 +175,8 @@ class QueuedGradient(DeferredGradient):
 
     Args:
         weight: parameter.
-        queue: queue that receives the gradient. Its owner computes it and passes it to the weight.
+        queue: queue to which the gradient is appended. The queue's owner computes it and adds it to the
+            weight.
     """
 
     def __init__(self, weight: Tensor, queue: MutableSequence[Queued]) -> None:
@@ -218,9 +220,10 @@ _deferred: ContextVar[Mapping[int, DeferredGradient]] = ContextVar("deferred gra
 def defer_gradients(
     weights: Iterable[Tensor], make: Callable[[Tensor], DeferredGradient] = DeferredGradient
 ) -> Iterator[Collection[DeferredGradient]]:
-    """Defer the gradients of trained weights, for functions called in the block.
+    """Context manager that defers the gradients of ``weights`` in functions called inside.
 
-    A weight whose deferral is not requested gets its gradient as usual.
+    Frozen weights are ignored. A weight for which no function requests the deferral gets its gradient as
+    usual.
 
     Args:
         weights: parameters.
@@ -241,11 +244,11 @@ _queue: ContextVar[MutableSequence[Queued] | None] = ContextVar("queue of gradie
 
 @contextlib.contextmanager
 def queue_gradients(weights: Iterable[Tensor], queue: MutableSequence[Queued]) -> Iterator[None]:
-    """Queue the weight gradients of functions called in the block.
+    """Context manager that queues the weight gradients of functions called inside.
 
     Args:
-        weights: parameters; :func:`also_queued` adds others.
-        queue: queue that receives the gradients as backward reaches them.
+        weights: parameters; :func:`also_queued` adds more.
+        queue: queue to which backward appends the gradients.
     """
     token = _queue.set(queue)
     try:
@@ -256,7 +259,7 @@ def queue_gradients(weights: Iterable[Tensor], queue: MutableSequence[Queued]) -
 
 
 def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Queue the gradients of more weights if any are queued, e.g. of weights created by a module's call."""
+    """Context manager: inside :func:`queue_gradients`, queue the gradients of more weights too."""
     queue = _queue.get()
     if queue is None:
         return contextlib.nullcontext()
@@ -264,14 +267,14 @@ def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
 
 
 def are_queued() -> bool:
-    """Return whether functions called now queue their weight gradients."""
+    """Return whether :func:`queue_gradients` is active."""
     return _queue.get() is not None
 
 
 def queueing_of_now() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context factory that restores the present queue, or no queue, for recomputation later.
+    """Return a function that creates a context manager which restores the present queue, or no queue.
 
-    At that time another forward's queue may be active.
+    Recomputation in backward uses it, because another forward's queue may be active by then.
     """
     queue = _queue.get()
     if queue is None:
@@ -295,7 +298,7 @@ def _nothing_queued() -> Iterator[None]:
 
 
 def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that runs again later: its calls use the queue that is active now."""
+    """Wrap a function that is called later, so that it uses the queue that is active now."""
     as_now = queueing_of_now()
 
     def queueing(*args: Any, **kwargs: Any) -> Any:
@@ -306,7 +309,7 @@ def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
-    """Return the deferred gradient that the caller must use for this weight, or ``None`` for none."""
+    """Request the deferral of a weight's gradient; return ``None`` if it is not deferred."""
     deferred = _deferred.get().get(id(weight))
     if deferred is not None:
         deferred.taken = True
@@ -314,7 +317,7 @@ def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
 
 
 def is_deferred(weight: Tensor) -> bool:
-    """Return whether :func:`deferred_gradient_of` would return one, without requesting it."""
+    """Return whether :func:`deferred_gradient_of` would return a gradient, without requesting it."""
     return id(weight) in _deferred.get()
 
 
@@ -323,7 +326,7 @@ def is_deferred(weight: Tensor) -> bool:
 
 @depends_on(attrgetter("megatron"))
 def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
-    """Wrap ``linear_with_grad_accumulation_and_async_allreduce``: defer weight gradients where requested.
+    """Wrap ``linear_with_grad_accumulation_and_async_allreduce`` to defer weight gradients where requested.
 
     Several features list this patch; the engine applies it once.
     """
@@ -368,13 +371,13 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
 
 
 class TensorRanks:
-    """Communication of a layer with the other tensor parallel ranks, through Megatron's functions.
+    """Communication of a linear layer with the other tensor parallel ranks, through Megatron's functions.
 
     Args:
         megatron: accessor of Megatron's modules.
         group: process group; ``None`` for Megatron's tensor parallel group.
         sums: whether input gradients are partial sums, as in a column parallel layer.
-        gathers: whether inputs are parts of the sequence, as under sequence parallelism.
+        gathers: whether inputs are sequence shards, as under sequence parallelism.
     """
 
     def __init__(self, megatron: Megatron, group: Any, sums: bool, gathers: bool) -> None:
@@ -384,14 +387,14 @@ class TensorRanks:
             self._group = group or megatron("core.parallel_state").get_tensor_model_parallel_group()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the whole sequence's rows, from this rank's ``[rows, ..., in]``."""
+        """All-gather this rank's shard ``[rows, ..., in]`` to the whole sequence."""
         if not self._gathers or self._mappings is None:
             return rows
         whole: Tensor = self._mappings._gather_along_first_dim(rows, self._group)
         return whole
 
     def reduce(self, grad_rows: Tensor) -> Tensor:
-        """Return the input gradient summed over the ranks; with sequence parallelism, this rank's part."""
+        """Sum the input gradient over the ranks; under sequence parallelism, return this rank's shard."""
         if self._mappings is None:
             return grad_rows
         if self._gathers:
@@ -422,8 +425,8 @@ def linear_later(
 ) -> Tensor:
     """Return ``rows @ weight.T + bias`` with the weight gradient deferred.
 
-    Its operands are kept until it is computed: ``rows``, which are saved for backward anyway, and the
-    output's gradient. Under sequence parallelism only this rank's rows are kept, and gathered again.
+    ``rows`` and the output's gradient are kept until the weight gradient is computed. Under sequence
+    parallelism only this rank's shard of ``rows`` is kept, and gathered again.
 
     Args:
         rows: input, ``[..., in]``.
@@ -431,7 +434,7 @@ def linear_later(
         deferred: deferred gradient of the weight ``[out, in]``.
         megatron: accessor of Megatron's modules, for its gradient conventions.
         fusion: Megatron's ``gradient_accumulation_fusion``.
-        ranks: communication with the ranks that share the layer; default: none.
+        ranks: communication with the tensor parallel ranks of the layer; default: none.
     """
     ranks = ranks or TensorRanks(megatron, None, False, False)
     output: Tensor = _Linear.apply(rows, deferred.edge, bias, deferred, fusion, megatron, ranks)
