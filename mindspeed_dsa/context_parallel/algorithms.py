@@ -68,15 +68,15 @@ _registered: dict[str, Make] = {}
 
 
 def register(name: str, make: Make) -> None:
-    """Add a name for ``--context-parallel-algo``. Call before features are enabled.
+    """Add an algorithm to the choices of ``--context-parallel-algo``. Call before features are enabled.
 
     Args:
         name: name of the algorithm.
-        make: factory called for each attention layer with the process group and the layout, for example a
-            subclass of ``ContextParallelStrategy``.
+        make: factory, for example a subclass of ``ContextParallelStrategy``. It is called with the process
+            group and the layout, for each attention layer.
 
     Raises:
-        SettingsError: the name is taken.
+        SettingsError: the name is already registered or built in.
     """
     if name in COMM_TYPES or name in COMM_TYPES.values() or name in _registered:
         raise SettingsError(f"a context parallel algorithm named {name!r} exists already; use another name")
@@ -89,20 +89,20 @@ def unregister(name: str) -> None:
 
 
 def registered(name: str) -> Make | None:
-    """Return the factory registered under this name, or ``None``."""
+    """Return the factory registered for a name, or ``None``."""
     return _registered.get(name)
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """Context parallel algorithms selected by a job's flags.
+    """Context parallel algorithms that a job's flags select.
 
     Attributes:
         ranks: context parallel size, 1 without context parallelism.
-        names: Megatron's or registered names, one for all layers or one per layer. Empty if no flag is given;
-            each attention then uses its own default.
-        ulysses_degree: size of the inner all-to-all of ``a2a+p2p``, or ``None`` if not given.
-        block_rows: rows of a block of the repeated zigzag; 0 for one zigzag over the sequence.
+        names: names of algorithms (Megatron's or registered), one for all layers or one per layer. Empty if
+            no flag is given; each attention then uses its own default.
+        ulysses_degree: number of ranks in the inner all-to-all of ``a2a+p2p``, or ``None`` if not given.
+        block_rows: number of tokens per block of a repeated zigzag; 0: one zigzag over the sequence.
     """
 
     ranks: int = 1
@@ -112,10 +112,10 @@ class Algorithms:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings, a job's argument namespace or a Megatron configuration.
+        """Build from settings, a job's arguments or a Megatron configuration.
 
-        Megatron-LM's parser sets ``--cp-comm-type`` to ``p2p`` by default, so ``p2p`` does not contradict
-        another name.
+        ``p2p`` is the default of ``--cp-comm-type`` in Megatron-LM, so it never conflicts with the other
+        flag.
 
         Raises:
             SettingsError: two flags name different algorithms, or a name is unknown.
@@ -141,10 +141,10 @@ class Algorithms:
         return cls(ranks, names, _degree(settings), getattr(settings, BLOCK_ROWS.dest, None) or 0)
 
     def of_layer(self, number: int, default: str) -> str:
-        """Return the name of a layer's algorithm, Megatron's or registered.
+        """Return the name of a layer's algorithm (Megatron's or registered).
 
         Args:
-            number: layer number from 1. MTP layers after the end of the list use its last name.
+            number: layer number from 1. MTP layers beyond the list of names use the last name.
             default: name to use if no flag is given.
         """
         if not self.names:
@@ -152,18 +152,18 @@ class Algorithms:
         return self.names[0] if len(self.names) == 1 else self.names[min(number, len(self.names)) - 1]
 
     def all_of(self, default: str) -> set[str]:
-        """Return the names used by any layer."""
+        """Return the set of all layers' algorithm names."""
         return set(self.names) or {default}
 
     def degree(self, name: str) -> int:
-        """Return the size of an algorithm's all-to-all: all ranks, some, or 1."""
+        """Return the number of ranks in an algorithm's all-to-all; 1 if it has none."""
         if name == "a2a":
             return self.ranks
         return (self.ulysses_degree or 1) if name == "a2a+p2p" else 1
 
 
 def _named(algorithm: str) -> str:
-    """Return Megatron's or the registered name for a value of ``--context-parallel-algo``."""
+    """Translate a value of ``--context-parallel-algo`` to Megatron's or the registered name."""
     if algorithm in _registered:
         return algorithm
     if algorithm not in COMM_TYPES:
@@ -182,7 +182,7 @@ def _canonical(comm_type: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _degree(settings: Any) -> int | None:
-    """Return the degree from either flag; raise if they differ."""
+    """Return the Ulysses degree from either of its flags; raise if they differ."""
     degree: int | None = getattr(settings, ULYSSES_DEGREE.dest, None)
     sizes = getattr(settings, HIERARCHICAL_SIZES.dest, None)
     if not sizes:
@@ -196,7 +196,7 @@ def _degree(settings: Any) -> int | None:
 
 
 def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
-    """Yield settings that no attention supports, each with a remedy."""
+    """Yield settings that no attention supports, each with a suggested fix."""
     ranks, names = algorithms.ranks, algorithms.names
     if ranks == 1:
         return

@@ -1,8 +1,9 @@
-"""Asynchronous gather of all ranks' tokens in sequence order, hidden by other work in forward and backward.
+"""Asynchronous all-gather of tokens in sequence order, overlapped with other work in forward and backward.
 
-A gather is two autograd nodes. In forward, the first starts the collective and the second waits for it. In
-backward, the second starts the reduce-scatter of the gradient and the first waits for it. Autograd runs nodes
-in the reverse order of their creation, so the work between the two hides the transfer in both directions.
+A gather has two autograd nodes. In forward, the first node starts the all-gather and the second waits for it.
+In backward, the second node starts the reduce-scatter of the gradient and the first waits for it. Autograd
+runs nodes in the reverse order of their creation, so the work between the two nodes overlaps with both
+transfers.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 
 class HeldRows:
-    """Positions of the rows that each member of a group holds. Holds no reference to the group.
+    """Sequence positions of the tokens on each rank of a group. Has no reference to the process group.
 
     Args:
-        rows: positions in the sequence, in each member's order, int64 ``[members, rows]`` on the CPU.
+        rows: sequence positions of each rank's tokens, in the rank's order, int64 ``[members, rows]`` on the
+            CPU.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -39,23 +41,23 @@ class HeldRows:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def part(self, index: int, step: int) -> HeldRows:
-        """Return the rows of every ``step``-th member, starting at member ``index``."""
+        """Return the positions of every ``step``-th member, starting at member ``index``."""
         if (index, step) not in self._parts:
             self._parts[index, step] = HeldRows(self.rows[index::step])
         return self._parts[index, step]
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`rows` flattened, cached on the device."""
+        """Return :attr:`rows` flattened, on a device; cached per device."""
         if device not in self._on_device:
             self._on_device[device] = self.rows.flatten().to(device)
         return self._on_device[device]
 
     @cached_property
     def runs(self) -> list[list[int]]:
-        """Begins of the members' runs in the sequence, ``[run][member]``.
+        """First positions of the members' runs, ``[run][member]``.
 
-        A run is a range of consecutive rows. Every member must have one run, or two of equal length; the list
-        is empty otherwise.
+        A run is a range of consecutive positions. The list is empty unless every member has one run, or two
+        runs of equal length.
         """
         members, count = self.rows.shape
         for runs in (1, 2):
@@ -76,17 +78,17 @@ flight keep their own reference."""
 @lru_cache(maxsize=LATEST)
 @torch.inference_mode(False)  # cached tensors of an evaluation are used in training too
 def _held(layout: Layout, length: int, members: int) -> HeldRows:
-    """Build the rows shared by all layers and groups."""
+    """Build the positions, shared by all layers and groups."""
     return HeldRows(rows_of_all(layout, length).view(members, -1))
 
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a group with the rows of the sequence that each of them holds.
+    """Process group, with the sequence positions of each member's tokens.
 
     Attributes:
         group: process group.
-        held: rows of each member.
+        held: positions of each member's tokens.
     """
 
     group: ProcessGroup
@@ -94,46 +96,47 @@ class Members:
 
     @classmethod
     def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
-        """Build for a context parallel group, or for its product with the tensor parallel ranks.
+        """Build for a context parallel group, or for a joint group of context and tensor parallel ranks.
 
         Args:
-            group: process group. In a product, tensor parallel ranks vary fastest and split the rows.
+            group: process group. In a joint group, consecutive members are tensor parallel ranks, which split
+                the tokens of one context parallel rank.
             layout: layout of the context parallel ranks.
-            length: rows of the whole sequence.
+            length: number of tokens of the whole sequence.
         """
         return cls(group, _held(layout, length, group.size()))
 
     @property
     def rows(self) -> Tensor:
-        """Rows of all members; see :class:`HeldRows`."""
+        """Positions of all members' tokens; see :class:`HeldRows`."""
         return self.held.rows
 
     def part(self, group: ProcessGroup, index: int) -> Members:
-        """Return the members of the context parallel group inside this product group.
+        """Return the members of this rank's context parallel group, taken from a joint group.
 
         Args:
             group: context parallel process group of this rank.
-            index: tensor parallel rank, shared by all its members.
+            index: tensor parallel rank of this process.
         """
         return Members(group, self.held.part(index, self.group.size() // group.size()))
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """Return the rows on a device; see :meth:`HeldRows.on`."""
+        """Return the positions on a device; see :meth:`HeldRows.on`."""
         return self.held.on(device)
 
     @property
     def runs(self) -> list[list[int]]:
-        """Runs of rows; see :attr:`HeldRows.runs`."""
+        """Runs of consecutive positions; see :attr:`HeldRows.runs`."""
         return self.held.runs
 
     def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
-        """Return views of each member's runs in the whole sequence; requires non-empty :attr:`runs`."""
+        """Return each member's runs as views of the whole sequence. :attr:`runs` must not be empty."""
         size = self.rows.size(1) // len(self.runs)
         return [[whole[begin : begin + size] for begin in begins] for begins in zip(*self.runs, strict=True)]
 
 
 class _Transfer:
-    """Buffers and handles of one gather and of its gradient's reduce-scatter."""
+    """Buffers and handles of one all-gather, and of the reduce-scatter of its gradient."""
 
     def __init__(self, members: Members, sums: Members) -> None:
         self.members, self.sums = members, sums
@@ -145,7 +148,7 @@ class _Transfer:
         self._is_here = False
 
     def start(self, local: Tensor) -> None:
-        """Start to gather ``local``, ``[rows, ...]``."""
+        """Start the all-gather of ``local``, ``[rows, ...]``."""
         self.local = local.detach().contiguous()
         self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
         self._launch()
@@ -173,7 +176,7 @@ class _Transfer:
         ]
 
     def wait(self) -> Tensor:
-        """Wait, and return ``[members * rows, ...]`` in sequence order."""
+        """Wait for the all-gather; return ``[members * rows, ...]`` in sequence order."""
         assert self._whole is not None
         if not self._is_here:
             for work in self._works:
@@ -185,13 +188,13 @@ class _Transfer:
         return self._whole
 
     def hand_out(self) -> Tensor:
-        """Return the gathered rows; keep an alias of their memory without graph and version counter."""
+        """Wait for the gathered rows and return them; keep only a ``.data`` alias of their memory."""
         whole = self.wait()
         self._whole = whole.data
         return whole
 
     def start_sum(self, gradient: Tensor) -> None:
-        """Start the reduce-scatter of the gradient ``[members * rows, ...]``, in fp32 or wider."""
+        """Start the reduce-scatter of the gradient ``[members * rows, ...]``; it sums in fp32 or wider."""
         self._whole = self.local = None
         sums, group = self.sums, self.sums.group
         # Summed in fp32 or wider, so that the sum over ranks is rounded only once.
@@ -212,7 +215,7 @@ class _Transfer:
         self._sum = ours, [work], [], by_member
 
     def summed(self) -> Tensor:
-        """Wait, and return this rank's rows of the sum, in fp32 or wider."""
+        """Wait for the reduce-scatter; return this rank's part of the sum, in fp32 or wider."""
         assert self._sum is not None
         ours, works, others, _ = self._sum
         for work in works:
@@ -224,14 +227,14 @@ class _Transfer:
         return ours
 
     def free(self) -> None:
-        """Free the gathered rows' memory until :meth:`start_again`."""
+        """Free the memory of the gathered rows until :meth:`start_again`."""
         assert self._whole is not None
         storage = self._whole.untyped_storage()
         saved_tensors.mark_freed(self._whole)
         storage.resize_(0)
 
     def start_again(self) -> None:
-        """Gather into the same memory again; does nothing if this has been done or is in flight."""
+        """Start the all-gather again, into the same storage, unless it has memory already."""
         if self._whole is None or self._whole.untyped_storage().size():
             return
         # The same storage again, so tensors that backward has saved see the rows.
@@ -240,7 +243,7 @@ class _Transfer:
 
 
 class _Start(torch.autograd.Function):
-    """Start of a gather. Returns a view of the input, since gradients must match the output's shape."""
+    """Autograd node that starts a gather. Returns a view of its input, whose shape the gradient must have."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
@@ -256,7 +259,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Wait for a gather. For narrow dtypes, also returns a tensor that receives the gradient in fp32."""
+    """Autograd node that waits for a gather. For 16-bit dtypes, also returns an fp32 gradient receiver."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> tuple[Tensor, Tensor | None]:
@@ -283,7 +286,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """Identity on an output computed from gathered rows; backward gathers them again first."""
+    """Identity on an output that was computed from gathered rows. Its backward gathers them again first."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, transfers: list[_Transfer]) -> Tensor:
@@ -301,15 +304,15 @@ class _Again(torch.autograd.Function):
 
 
 class GatheredRows:
-    """Gather in flight.
+    """All-gather in flight, started by the constructor.
 
     Args:
-        local: this rank's rows, ``[rows, ...]``.
-        members: ranks to gather from, with their rows.
-        sums: ranks to sum gradients over, each of which gets its own rows of the sum; default: ``members``.
+        local: this rank's tokens, ``[rows, ...]``.
+        members: ranks to gather from, with the positions of their tokens.
+        sums: ranks over which the gradient is reduce-scattered; default: ``members``.
 
     Attributes:
-        started: view of ``local`` that only :meth:`wait` may use.
+        started: view of ``local`` that connects the two autograd nodes; only for :meth:`wait`.
     """
 
     def __init__(self, local: Tensor, members: Members, sums: Members | None = None) -> None:
@@ -317,37 +320,38 @@ class GatheredRows:
         self.started: Tensor = _Start.apply(local, self._transfer)
 
     def wait(self, started: Tensor | None = None) -> Tensor:
-        """Wait, and return ``[members * rows, ...]`` in sequence order. Call once.
+        """Wait for the all-gather; return ``[members * rows, ...]`` in sequence order. Call only once.
 
         Args:
-            started: :attr:`started`, if it was passed through other autograd nodes.
+            started: :attr:`started` after other autograd nodes; default: the attribute itself.
         """
         return self.wait_with_receiver(started)[0]
 
     def wait_with_receiver(self, started: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Wait as :meth:`wait`; also return a gradient receiver of the same shape, never read.
+        """Like :meth:`wait`, but also return a gradient receiver: an fp32 tensor of the same shape.
 
-        A consumer that computes the gradient of narrow rows in fp32 returns it for the receiver instead of
-        the rows, so it is not rounded before the sum. ``None`` if the rows are fp32 or wider.
+        The gradient of 16-bit rows must be 16-bit in autograd, which would round it before the sum over
+        ranks. A consumer can take the receiver as an extra input and return the fp32 gradient for it. The
+        receiver's values are never read. It is ``None`` if the rows are fp32 or wider.
         """
         started = self.started if started is None else started
         del self.started
         return _Wait.apply(started, self._transfer)  # type: ignore[no-any-return]
 
     def start_again(self) -> None:
-        """Start to gather the rows freed by :func:`freed_until_backward` again."""
+        """Start gathering again the rows that :func:`freed_until_backward` has freed."""
         self._transfer.start_again()
 
 
 def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
-    """Free gathered rows that backward reads; gather them again when the gradient of ``out`` arrives.
+    """Free gathered rows after forward; gather them again when the gradient of ``out`` arrives.
 
     Args:
-        out: output of all consumers of the rows.
-        gathered: gathers that have been awaited.
+        out: output of all computations that read the rows.
+        gathered: gathers that have been waited for.
 
     Returns:
-        Replacement of ``out``.
+        Tensor to use in place of ``out``; its backward gathers the rows.
     """
     transfers = [one._transfer for one in gathered]
     for transfer in transfers:
@@ -356,20 +360,20 @@ def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
 
 
 class KeyGather(ContextParallelStrategy):
-    """Strategy ``kvallgather_cp_algo``: gather keys and values, in any layout."""
+    """Strategy ``kvallgather_cp_algo``: all-gather keys and values. Supports any layout."""
 
     def members(self, length: int, group: ProcessGroup | None = None) -> Members:
-        """Return the members that hold a sequence.
+        """Return the members of a group with the positions of their tokens.
 
         Args:
-            length: rows of the whole sequence.
-            group: default: context parallel group. Alternatively its product with the tensor parallel ranks,
-                which split the rows evenly under sequence parallelism.
+            length: number of tokens of the whole sequence.
+            group: context parallel group (the default), or its joint group with the tensor parallel ranks,
+                which split the tokens under sequence parallelism.
         """
         return Members.of(self.group if group is None else group, self.layout, length)
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Gather key and value, both of any number of dimensions."""
+        """All-gather key and value; they can have any number of dimensions."""
         members = self.members(key.size(0) * self.ranks)
         keys, values = GatheredRows(key, members), GatheredRows(value, members)
         return Exchanged(

@@ -1,4 +1,4 @@
-"""Layouts: the rows (tokens) of a sequence on each context parallel rank, and their redistribution."""
+"""Layouts: the assignment of a sequence's tokens (rows) to context parallel ranks. Shifts across ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 class Layout(Protocol):
-    """Assignment of a sequence's rows to ranks, equal numbers each. Equal layouts must hash equally."""
+    """Assignment of a sequence's tokens to ranks, the same number each. Equal layouts must hash equally."""
 
     def __hash__(self) -> int: ...
 
@@ -25,38 +25,38 @@ class Layout(Protocol):
         """Context parallel size."""
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return the positions in the sequence of a rank's rows, in the rank's order.
+        """Return the sequence positions of a rank's tokens.
 
         Args:
             rank: index in the context parallel group.
-            length: rows of the whole sequence.
+            length: number of tokens of the whole sequence.
 
         Returns:
             Ascending positions, int64 ``[length / ranks]`` on the CPU.
 
         Raises:
-            ValueError: the length cannot be distributed.
+            ValueError: the length cannot be divided evenly.
         """
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Repeated zigzag: of every ``2c`` blocks, rank ``r`` gets blocks ``r`` and ``2c - 1 - r``.
+    """Repeated zigzag: of every ``2c`` consecutive blocks, rank ``r`` gets blocks ``r`` and ``2c - 1 - r``.
 
-    In causal attention a row costs as much as its position, so the two blocks of each rank cost the same in
-    total. Megatron's own layout has ``2c`` blocks in the whole sequence. In a sparse layer only the rows
-    below ``topk``, in the first blocks, have fewer keys; small blocks distribute these rows too.
+    In causal attention the cost of a query is proportional to its position, so the two blocks of every rank
+    cost the same in total. Megatron's own layout is a single zigzag of ``2c`` blocks. In sparse attention
+    only the first ``topk`` queries are cheaper; small blocks spread them over the ranks.
 
     Attributes:
         ranks: context parallel size ``c``.
-        block_rows: rows of a block; 0 for Megatron's layout.
+        block_rows: number of tokens per block; 0: Megatron's layout.
     """
 
     ranks: int
     block_rows: int = 0
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return a rank's rows; see :class:`Layout`."""
+        """Return the positions of a rank's tokens; see :class:`Layout`."""
         if self.ranks == 1:
             return torch.arange(length)
         unit = 2 * self.ranks * max(self.block_rows, 1)
@@ -73,17 +73,17 @@ class Zigzag:
 
 
 def rows_of_all(layout: Layout, length: int) -> Tensor:
-    """Return :meth:`Layout.rows_of_rank` of all ranks, int64 ``[ranks, length / ranks]``."""
+    """Return the positions of all ranks' tokens, int64 ``[ranks, length / ranks]``."""
     return torch.stack([layout.rows_of_rank(rank, length) for rank in range(layout.ranks)])
 
 
 def split(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Return a rank's rows of a tensor that has the whole sequence along ``dim``."""
+    """Slice a rank's tokens from a tensor that has the whole sequence along ``dim``."""
     return whole.index_select(dim, upload(layout.rows_of_rank(rank, whole.size(dim)), whole.device))
 
 
 def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """Join all ranks' rows to the whole sequence in its order; inverse of :func:`split`."""
+    """Join all ranks' tokens to the whole sequence, in sequence order; inverse of :func:`split`."""
     # rows_of_all gives the position of each row; argsort inverts that permutation.
     together = torch.cat(parts, dim=dim)
     order = rows_of_all(layout, together.size(dim)).flatten().argsort()
@@ -94,13 +94,13 @@ def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
 
 
 def counted_rows(padding: Padding, rows: int, rank: int, before: int = 0) -> Tensor | None:
-    """Return a mask of a rank's rows that are data, or ``None`` if there is no padding.
+    """Return a mask of a rank's tokens that are data, or ``None`` if there is no padding.
 
     Args:
-        padding: padding of the job's sequences. Sequences of another length have none.
-        rows: number of rows of the context parallel rank.
+        padding: padding of the job's sequences. Sequences of another length are assumed to have no padding.
+        rows: number of tokens on the context parallel rank.
         rank: index in the context parallel group.
-        before: number of the data's last rows to mask as well.
+        before: number of tokens at the end of the data to exclude as well.
 
     Returns:
         Mask, bool ``[rows]`` on the CPU.
@@ -111,12 +111,12 @@ def counted_rows(padding: Padding, rows: int, rank: int, before: int = 0) -> Ten
 
 
 def data_rows(padding: Padding, states: Tensor, sequence_parallel: bool, state: Any) -> Tensor | None:
-    """Return a mask of the rows of ``states`` that are data, or ``None`` if there is no padding.
+    """Return a mask of the tokens in ``states`` that are data, or ``None`` if there is no padding.
 
     Args:
         padding: padding of the job's sequences.
-        states: hidden states of whole sequences or of this rank's part of them, ``[rows, batch, ...]``.
-        sequence_parallel: whether tensor parallel ranks split the rows.
+        states: hidden states of the sequence or of this rank's shard, ``[rows, batch, ...]``.
+        sequence_parallel: whether tensor parallel ranks split the tokens.
         state: Megatron's ``parallel_state``.
 
     Returns:
@@ -146,7 +146,7 @@ def _counted_rows(padding: Padding, rank: int, before: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _plan_of_roll(layout: Layout, length: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows to send, the rows with their successor on another rank, and the successors' places."""
+    """Return the indices of rows to send, of rows at ends of runs, and of their successors."""
     # A place indexes the sent rows of all ranks, equally many per rank, with one zero row appended.
     rows = rows_of_all(layout, length)
     # True at the first row of each run of consecutive positions.
@@ -164,13 +164,13 @@ def _plan_of_roll(layout: Layout, length: int, rank: int) -> tuple[Tensor, Tenso
 
 
 def rolled(tensor: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Tensor:
-    """Return the successor of each of this rank's rows, zeros after the last row. Collective over the group.
+    """Return the next token for each of this rank's tokens, zeros after the last one. Collective.
 
     Args:
-        tensor: this rank's rows along ``dim``; gradients are not supported.
-        dim: dimension of the rows.
+        tensor: this rank's tokens along ``dim``; gradients are not supported.
+        dim: dimension of the tokens.
         group: context parallel group.
-        layout: layout of the rows.
+        layout: assignment of tokens to ranks.
     """
     length = tensor.size(dim) * layout.ranks
     sent, ends, following = (

@@ -1,4 +1,4 @@
-"""Packed documents: their places, their distribution over context parallel ranks, and one rank's rows."""
+"""Packed documents: their boundaries, their layouts over context parallel ranks, and one rank's tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 @dataclass(frozen=True)
 class Pack:
-    """Places of documents in a sequence of packed tokens. Rows outside documents are padding.
+    """Boundaries of the documents in a packed sequence. Tokens outside documents are padding.
 
     Attributes:
-        documents: ``(begin, end)`` rows of each document, in order; none is empty.
-        length: number of rows, including padding.
+        documents: ``(begin, end)`` positions of each document, in order; none is empty.
+        length: number of tokens, including padding.
     """
 
     documents: tuple[tuple[int, int], ...]
@@ -34,17 +34,17 @@ class Pack:
 
     @classmethod
     def of(cls, params: Any, length: int) -> Pack:
-        """Build from Megatron's ``PackedSeqParams``. Waits for the device once per device tensor.
+        """Build from Megatron's ``PackedSeqParams``. Synchronizes with the device once per device tensor.
 
-        Accepts prefix sums of any shape, empty documents, rows after the last document, and padding between
+        Accepts prefix sums of any shape, empty documents, tokens after the last document, and padding between
         documents (``cu_seqlens_q_padded``). Fields unrelated to lengths are not read.
 
         Args:
             params: ``PackedSeqParams`` of any release.
-            length: rows of the whole pack, over all context parallel ranks.
+            length: number of tokens of the whole pack, over all context parallel ranks.
 
         Raises:
-            ValueError: ``params`` does not describe documents within this many rows.
+            ValueError: the documents do not fit in ``length`` tokens.
         """
         kind = getattr(params, "qkv_format", None)
         if kind != "thd" or getattr(params, "local_cp_size", None) is not None:
@@ -72,10 +72,10 @@ class Pack:
             ends: prefix sums of the lengths, the first 0.
             begins: prefix sums of the lengths including padding after each document. ``None``: no padding
                 between documents.
-            length: number of rows.
+            length: number of tokens.
 
         Raises:
-            ValueError: the documents do not fit in ``length`` rows, or the sums are not ascending from 0.
+            ValueError: the documents do not fit in ``length`` tokens, or the sums are not ascending from 0.
         """
         begins = begins or ends
         sizes, rooms = ([after - before for before, after in pairwise(sums)] for sums in (ends, begins))
@@ -93,24 +93,24 @@ class Pack:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, end: int) -> Pack:
-        """Build from tokens. A document ends with the end token; the last one may also end with the sequence.
+        """Build from token ids: a document ends after each end token, and at the end of the sequence.
 
         Args:
             tokens: token ids, ``[length]`` or ``[1, length]``.
-            end: id of the end token.
+            end: token id that ends a document.
         """
         after = (tokens.flatten() == end).nonzero().flatten() + 1
         length = tokens.numel()
         return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
 
     def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0, padding: int = 0) -> Any:
-        """Build ``PackedSeqParams`` that Megatron's own code understands: padding belongs to a document.
+        """Build ``PackedSeqParams`` for Megatron's own code, in which padding is part of a document.
 
         Args:
             megatron: accessor of Megatron's modules.
             device: device of the tensors.
-            block_rows: rows of the blocks distributed to context parallel ranks, for ``dealt_block_rows``.
-            padding: rows of padding on the last rank, for ``dealt_padding``.
+            block_rows: block size of :class:`BalancedBlocks`, for the field ``dealt_block_rows``.
+            padding: number of padding tokens on the last rank, for the field ``dealt_padding``.
         """
         places = list(self.documents)
         # Padding before the first document becomes the padding of an empty document.
@@ -147,32 +147,32 @@ class Pack:
 
     @property
     def tokens(self) -> int:
-        """Number of rows that belong to a document."""
+        """Number of tokens that belong to a document."""
         return sum(end - begin for begin, end in self.documents)
 
     @cached_property
     def starts(self) -> Tensor:
-        """First row of each row's document; 0 for padding. int32 ``[length]`` on the host."""
+        """First position of each token's document; 0 for padding. int32 ``[length]`` on the host."""
         return self._by_row[0]
 
     @cached_property
     def ends(self) -> Tensor:
-        """End of each row's causal view, one past the row; 0 for padding. int32 ``[length]`` on the host."""
+        """End of each token's visible keys (position + 1); 0 for padding. int32 ``[length]``, host."""
         return self._by_row[1]
 
     @property
     def positions(self) -> Tensor:
-        """Position of each row in its document; 0 for padding. int64 ``[length]`` on the host."""
+        """Position of each token in its document; 0 for padding. int64 ``[length]`` on the host."""
         return (self.ends - self.starts - 1).clamp_min(0).long()
 
     @property
     def counted(self) -> Tensor | None:
-        """Mask of rows that are not padding, bool ``[length]`` on the host; ``None`` without padding."""
+        """Mask of tokens that are not padding, bool ``[length]`` on the host; ``None`` without padding."""
         return None if self.tokens == self.length else self.ends > 0
 
     @property
     def followed(self) -> Tensor:
-        """Mask of rows followed by a row of the same document, bool ``[length]`` on the host."""
+        """Mask of tokens followed by a token of the same document, bool ``[length]`` on the host."""
         sees = self.ends > 0
         followed = torch.zeros_like(sees)
         followed[:-1] = sees[:-1] & sees[1:] & (self.starts[:-1] == self.starts[1:])
@@ -195,13 +195,13 @@ class Pack:
 
 @cache
 def _with_block_rows(params: type) -> Any:
-    """Return a subclass of ``PackedSeqParams`` with fields for the distribution of rows."""
+    """Return a subclass of ``PackedSeqParams`` with extra fields that describe :class:`BalancedBlocks`."""
     dealt = [("dealt_block_rows", int, 0), ("dealt_padding", int, 0)]
     return make_dataclass(params.__name__, dealt, bases=(params,))
 
 
 def places_of(params: Any) -> tuple[tuple[int, int], ...]:
-    """Return the rows that each document of a ``PackedSeqParams`` takes, including padding after it."""
+    """Return ``(begin, end)`` of each document in a ``PackedSeqParams``, including padding after it."""
     sums = _prefix_sums(params, "cu_seqlens_q_padded") or _prefix_sums(params, "cu_seqlens_q") or [0]
     return tuple(pairwise(sums))
 
@@ -221,7 +221,7 @@ def _prefix_sums(params: Any, name: str) -> list[int] | None:
 
 
 def _host_waits_for(sums: Tensor) -> bool:
-    """Return whether reading waits for the device. Inference tensors have no version, so are not cached."""
+    """Return whether reading synchronizes with the device, so that the result is worth caching."""
     return sums.device.type != "cpu" and not sums.is_inference()
 
 
@@ -234,17 +234,18 @@ def _listed(sums: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class BalancedBlocks:
-    """Blocks of rows distributed by their work: the heaviest to rank 0, then back and forth over the ranks.
+    """Layout that balances attention cost: blocks sorted by cost, dealt back and forth over the ranks.
 
-    A row costs as much as its position in its document. Zigzag chunks of the pack or of its documents do not
-    balance this: documents differ in length, and short ones cannot be cut into equal parts without padding.
-    Requires that every rank has the keys of all rows.
+    The cost of a query is proportional to its position in its document. A zigzag over the pack does not
+    balance this, because documents differ in length. A zigzag per document would need padding, because short
+    documents cannot be cut into equal chunks. Attention must have the keys of all tokens on every rank.
 
     Attributes:
         ranks: context parallel size.
-        pack: places of the documents.
-        block_rows: largest number of rows of a block; smaller if needed to distribute the pack evenly.
-        padding: rows at the end of the pack that the last rank always gets, so that every layer knows them.
+        pack: boundaries of the documents.
+        block_rows: largest number of tokens per block; smaller if needed to divide the pack evenly.
+        padding: number of padding tokens at the end of the pack. The last rank always gets them, so that
+            every layer can compute their place.
     """
 
     ranks: int
@@ -253,7 +254,7 @@ class BalancedBlocks:
     padding: int = 0
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return a rank's rows; see :class:`.layout.Layout`. Padding costs nothing."""
+        """Return the positions of a rank's tokens; see :class:`.layout.Layout`. Padding has cost 0."""
         if length != self.pack.length or length % self.ranks:
             raise ValueError(
                 f"packed sequences: {length} rows of a pack of {self.pack.length} cannot be dealt evenly to "
@@ -264,7 +265,7 @@ class BalancedBlocks:
 
 @lru_cache(maxsize=64)
 def _assigned(layout: BalancedBlocks) -> Tensor:
-    """Return the rows of all ranks, int64 ``[ranks, length / ranks]``; cached per microbatch in flight."""
+    """Return the positions of all ranks' tokens, int64 ``[ranks, length / ranks]``; cached."""
     ranks, pack = layout.ranks, layout.pack
     # 1536 rows per rank and blocks of 128: 128. 1000 rows per rank: gcd(1000, 128) = 8.
     block = math.gcd(pack.length // ranks, layout.block_rows)
@@ -279,7 +280,7 @@ def _assigned(layout: BalancedBlocks) -> Tensor:
 
 
 def _give_to_last_rank(dealt: Tensor, first: int) -> None:
-    """Exchange blocks from number ``first`` on, in ``[turns, ranks]``, for blocks of the last rank."""
+    """Swap blocks in ``[turns, ranks]`` in place, so that the last rank has all from ``first`` on."""
     for turn, rank in (dealt[:, :-1] >= first).nonzero().tolist():
         free = (dealt[:, -1] < first).nonzero().flatten().tolist()
         other = turn if turn in free else free[-1]
@@ -288,20 +289,20 @@ def _give_to_last_rank(dealt: Tensor, first: int) -> None:
 
 @dataclass(frozen=True)
 class DocumentZigzag:
-    """Zigzag per document, as Transformer Engine cuts packs: rank ``r`` gets chunks ``r`` and ``2c - 1 - r``.
+    """Zigzag per document, as in Transformer Engine: rank ``r`` gets chunks ``r`` and ``2c - 1 - r``.
 
-    Each document has ``2c`` chunks.
+    Each document is split into ``2c`` equal chunks.
 
     Attributes:
         ranks: context parallel size ``c``.
-        places: rows that each document takes, including padding.
+        places: ``(begin, end)`` of each document, including padding after it.
     """
 
     ranks: int
     places: tuple[tuple[int, int], ...]
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return a rank's rows; see :class:`.layout.Layout`."""
+        """Return the positions of a rank's tokens; see :class:`.layout.Layout`."""
         parts = []
         for begin, end in self.places:
             chunk, rest = divmod(end - begin, 2 * self.ranks)
@@ -324,7 +325,7 @@ class DocumentZigzag:
 
 
 def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
-    """Return the layout of a pack: our balanced blocks if ``params`` says so, else Transformer Engine's.
+    """Return a pack's layout: :class:`BalancedBlocks` if ``params`` asks for it, else Transformer Engine's.
 
     Args:
         params: ``PackedSeqParams`` of the pack.
@@ -342,11 +343,11 @@ def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class PackRows:
-    """Rows of a pack on one rank.
+    """Tokens of a pack on one rank.
 
     Attributes:
         pack: the whole pack.
-        layout: layout of its rows, or ``None`` if this rank holds all of them.
+        layout: layout of the pack, or ``None`` if this rank holds all tokens.
         rank: index in the context parallel group.
     """
 
@@ -360,11 +361,11 @@ class PackRows:
 
         Args:
             params: ``PackedSeqParams`` of the whole pack.
-            rows: number of rows on this rank.
+            rows: number of tokens on this rank.
             group: context parallel group.
 
         Raises:
-            ValueError: ``params`` does not describe documents within this many rows.
+            ValueError: the documents do not fit in the pack's number of tokens.
         """
         ranks = group.size()
         pack = Pack.of(params, rows * ranks)
@@ -372,7 +373,7 @@ class PackRows:
 
     @property
     def starts(self) -> Tensor:
-        """This rank's part of :attr:`Pack.starts`; the next two properties likewise."""
+        """This rank's part of :attr:`Pack.starts`. ``ends`` and ``counted`` below are of this rank too."""
         return self._own(self.pack.starts)
 
     @property
@@ -385,11 +386,11 @@ class PackRows:
         return None if counted is None else self._own(counted)
 
     def next_rows(self, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        """Return each row's successor in its document, zeros after the last. Collective over the group.
+        """Return the next token of the same document for each token, zeros after the last. Collective.
 
         Args:
-            tensor: this rank's rows along ``dim``; gradients are not supported.
-            dim: dimension of the rows.
+            tensor: this rank's tokens along ``dim``; gradients are not supported.
+            dim: dimension of the tokens.
             group: context parallel group.
         """
         # Successors in the pack; those in another document are zeroed below.
@@ -399,20 +400,25 @@ class PackRows:
 
     @property
     def end(self) -> int | None:
-        """First row of the padding at the end; ``None`` without it, or if this rank holds only a part."""
+        """First position of the padding at the end; ``None`` without it, or if this rank has only a part."""
         last = self.pack.documents[-1][1] if self.pack.documents else 0
         return last if self.layout is None and 0 < last < self.pack.length else None
 
     @property
     def sequences(self) -> tuple[int, ...] | None:
-        """Lengths of the documents; ``None`` for padding before :attr:`end`, or if this rank holds a part."""
+        """Lengths of the documents; ``None`` for a part of a pack, or if padding separates documents."""
         if self.layout is not None:
             return None
         lengths = tuple(end - begin for begin, end in self.pack.documents)
         return lengths if lengths and sum(lengths) == (self.end or self.pack.length) else None
 
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Return runs of a document or padding: first row, end, first key, end of the last row's keys."""
+        """Return the runs of consecutive tokens that belong to one document, or that are padding.
+
+        Returns:
+            ``(first, end, first key, end of keys)`` of each run: its tokens, and the keys that its last token
+            sees.
+        """
         starts, ends = self.starts, self.ends
         sees = ends > 0
         leaps = (ends.diff() != 1) | (starts.diff() != 0)
@@ -422,7 +428,7 @@ class PackRows:
         return [(first, end, int(starts[first]), int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def angles(self, embedding: Any) -> tuple[Tensor, float]:
-        """Return rotary angles that start at position 0 in each document, and YaRN's magnitude.
+        """Return rotary angles with positions that restart in each document, and YaRN's magnitude.
 
         Args:
             embedding: Megatron's rotary embedding, plain or YaRN.

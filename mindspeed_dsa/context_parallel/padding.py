@@ -1,7 +1,8 @@
-"""Padding after the data of each sequence, for lengths that the ranks do not divide.
+"""Padding at the end of each sequence, to a length that the ranks divide.
 
-Padding follows the data, so causal rows of data never see it. It is the same in every microbatch, so the
-layout alone tells which rows of a rank are padding, in recomputation too.
+Padding follows the data, so under the causal mask data never attends to it. Its length is the same in every
+microbatch. Each rank can therefore compute the positions of its padding from the layout, also during
+recomputation.
 
 Imports neither torch nor Megatron.
 """
@@ -28,12 +29,12 @@ class Padding:
     """Length of a job's sequences before and after padding.
 
     Attributes:
-        tokens: rows of data in each sequence or pack of documents; 0 if unknown.
-        length: rows including padding.
+        tokens: number of data tokens in each sequence or pack of documents; 0 if unknown.
+        length: number of tokens including padding.
         ranks: context parallel size.
-        block_rows: rows of the blocks distributed to ranks; 0 for two chunks per rank.
-        is_pack: whether sequences are packs of documents, with rows distributed by work. The last rank then
-            has the padding.
+        block_rows: number of tokens per block of the layout; 0: two chunks per rank.
+        is_pack: whether sequences are packed documents with a cost-balanced layout. The last rank then has
+            all padding.
     """
 
     tokens: int = 0
@@ -44,7 +45,7 @@ class Padding:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings or job arguments. Without padding in older Megatron-core releases."""
+        """Build from settings or job arguments; without padding for old Megatron-core releases."""
         tokens = getattr(settings, "seq_length", None) or 0
         ranks = getattr(settings, "context_parallel_size", None) or 1
         tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
@@ -60,18 +61,18 @@ class Padding:
 
     @property
     def rows(self) -> int:
-        """Number of rows of padding in a sequence."""
+        """Number of padding tokens per sequence."""
         return self.length - self.tokens
 
 
 def padded_length(tokens: int, ranks: int, parts: int, block_rows: int = 0) -> int:
-    """Return the smallest length that can be distributed evenly.
+    """Return the smallest length of at least ``tokens`` that can be divided evenly.
 
     Args:
         tokens: number of tokens in a sequence.
         ranks: context parallel size; each rank has two chunks, or two blocks at a time.
-        parts: number of tensor parallel ranks that split a context parallel rank's rows, or 1.
-        block_rows: rows of a block; 0 for chunks.
+        parts: number of tensor parallel ranks that split a context parallel rank's tokens, or 1.
+        block_rows: number of tokens per block; 0: two chunks per rank.
     """
     # 1000 tokens, 4 ranks, 2 parts: multiples of lcm(8, 8) = 8, so 1000. 1001 tokens: 1008.
     dealt = 2 * ranks * max(block_rows, 1) if ranks > 1 else 1

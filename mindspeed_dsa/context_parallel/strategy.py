@@ -1,4 +1,4 @@
-"""Strategy of context parallel attention: the rows of each rank, and the exchange between ranks."""
+"""Base class of context parallel attention: the tokens of each rank, and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Tensors for one rank's attention after the exchange, in Megatron's layout, sequence first.
+    """Inputs of one rank's attention after the exchange, in Megatron's layout (sequence first).
 
     Attributes:
-        query: query rows, ``[rows, b, heads, dim]``.
-        key: key rows in sequence order from the first row on, ``[keys, b, heads, dim]``.
-        value: value rows, ``[keys, b, heads, value_dim]``.
-        positions: positions of the queries in the sequence, int64 ``[rows]``. A query sees the keys up to its
-            own. ``None``: queries and keys are the whole sequence, with a plain causal mask.
+        query: queries, ``[rows, b, heads, dim]``.
+        key: keys in sequence order from position 0 on, ``[keys, b, heads, dim]``.
+        value: values, ``[keys, b, heads, value_dim]``.
+        positions: sequence positions of the queries, int64 ``[rows]``. A query sees the keys up to its
+            position. ``None``: queries and keys are the whole sequence, with a plain causal mask.
     """
 
     query: Tensor
@@ -38,12 +38,12 @@ Inner = Callable[[Exchanged], Tensor]
 class ContextParallelStrategy(ABC):
     """Context parallel algorithm of one attention layer.
 
-    A subclass defines the exchange before attention, and optionally the merge after it. An algorithm with
-    several attention steps, such as a ring, overrides :meth:`attend` as a whole.
+    A subclass implements :meth:`exchange`, which runs before attention, and optionally :meth:`merge`, which
+    runs after it. An algorithm with several attention steps, such as a ring, overrides :meth:`attend`.
 
     Args:
         group: context parallel group.
-        layout: layout of the rows; default: Megatron's zigzag.
+        layout: assignment of tokens to ranks; default: Megatron's zigzag.
     """
 
     def __init__(self, group: ProcessGroup, layout: Layout | None = None) -> None:
@@ -52,30 +52,30 @@ class ContextParallelStrategy(ABC):
 
     @property
     def rank(self) -> int:
-        """Index of this process in the group."""
+        """Context parallel rank of this process."""
         return self.group.rank()
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Context parallel size."""
         return self.group.size()
 
     def split(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's rows of a tensor that has the whole sequence along ``dim``."""
+        """Slice this rank's tokens from a tensor that has the whole sequence along ``dim``."""
         return split(whole, self.layout, self.rank, dim)
 
     def positions(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of this rank's rows in the sequence, ``[rows]`` int64.
+        """Return the sequence positions of this rank's tokens, ``[rows]`` int64.
 
         Args:
-            rows: number of rows of this rank.
+            rows: number of tokens on this rank.
             device: device of the result; default: CPU.
         """
         return self.layout.rows_of_rank(self.rank, rows * self.ranks).to(device or "cpu")
 
     @abstractmethod
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Collect the tensors that this rank's attention reads. Differentiable.
+        """Gather or exchange the tensors that this rank's attention needs. Differentiable.
 
         Args:
             query: this rank's queries, ``[rows, b, heads, dim]``.
@@ -84,15 +84,15 @@ class ContextParallelStrategy(ABC):
         """
 
     def merge(self, out: Tensor) -> Tensor:
-        """Return this rank's rows of attention's output with all heads, ``[rows, b, heads, value_dim]``."""
+        """Return the output for this rank's tokens with all heads, ``[rows, b, heads, value_dim]``."""
         return out
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally with this rank's rows to the whole sequence.
+        """Compute causal attention from this rank's queries to the whole sequence.
 
         Args:
-            inner: attention on one rank.
-            query: this rank's queries, shaped as for :meth:`exchange`.
+            inner: attention function of a single rank.
+            query: this rank's queries, ``[rows, b, heads, dim]``.
             key: this rank's keys.
             value: this rank's values.
 
