@@ -1,4 +1,4 @@
-"""One pool of workers; tests are kept apart; Triton's kernels can be interpreted."""
+"""Shared fixtures: a pool of workers, isolation of tests, and interpreted Triton kernels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def _import_triton() -> None:
-    """Import Triton before anybody else does: its own library is interpretable or not from then on.
+    """Import Triton first, as the import decides whether Triton's own library is interpretable.
 
-    Only during the import is the variable set: Megatron's kernels and processes started by tests see what
-    the user set. With TRITON_INTERPRET=0 kernels are compiled, and their tests need a GPU.
+    The variable is set only during the import: Megatron's kernels and processes started by tests see the
+    user's value. With TRITON_INTERPRET=0 kernels are compiled, and their tests need a GPU.
     """
     before = os.environ.get("TRITON_INTERPRET")
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -33,7 +33,7 @@ def _import_triton() -> None:
         from tests.support.interpreter import speed_up
 
         if os.environ["TRITON_INTERPRET"] == "1":
-            # The compiler's own values are not the interpreter's.
+            # The compiler's own values differ from the interpreter's.
             speed_up()
     except ModuleNotFoundError:
         pass
@@ -54,7 +54,7 @@ pytest_plugins = ["tests.support.figures"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Do not look for garbage while test modules are imported: there is none in what grows that much."""
+    """Disable garbage collection while test modules are imported, as imports create little garbage."""
     gc.disable()
     try:
         return (yield)
@@ -63,20 +63,20 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Put torch and the rest out of the garbage collector's sight: tests go through all objects often."""
+    """Hide torch and other imports from the garbage collector, which tests run often."""
     from tests.support import third_party
 
     third_party.out_of_sight()
 
 
 def pytest_unconfigure() -> None:
-    """Triton's library complains at the end of what the collector does not see."""
+    """Unfreeze objects, as Triton's library complains at exit about those that the collector skips."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """Worker processes that play the ranks of a job, for all tests; see ``support/pool.py``."""
+    """Yield worker processes that act as a job's ranks in all tests; see ``support/pool.py``."""
     from tests.support.pool import WorkerPool
 
     with WorkerPool() as workers:
@@ -85,7 +85,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session", name="sources")
 def _sources() -> Sources:
-    """Every module of the package, parsed once: that takes seconds."""
+    """Return every module of the package, parsed only once, as that takes seconds."""
     import mindspeed_dsa
     from tests.support.import_graph import Sources
 
@@ -94,7 +94,7 @@ def _sources() -> Sources:
 
 @pytest.fixture(autouse=True)
 def _apart():
-    """Give each test the same random numbers, and nothing that an earlier one has switched on."""
+    """Give each test the same random numbers, and disable features that an earlier test enabled."""
     random.seed(0)
     for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if (module := sys.modules.get(name)) is not None:
@@ -103,7 +103,7 @@ def _apart():
     session = sys.modules.get("mindspeed_dsa.session")
     if session is not None and session.current() is not None:
         session.disable()
-    # What was chosen for a device that the test pretends to have.
+    # Forget choices made for a device that the test simulates.
     backend = sys.modules.get("mindspeed_dsa.ops.backend")
     if backend is not None:
         backend.choose.cache_clear()

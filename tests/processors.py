@@ -1,4 +1,4 @@
-"""The quick tests as other processors run them: ``make test-processors``.
+"""The quick tests under the conditions of other processors: ``make test-processors``.
 
 Libraries choose their code by the processor's features; environment variables make them use fewer. A row of
 :data:`PROCESSORS` stands for one processor. Rows that need more than this machine has are skipped by name.
@@ -19,23 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LEAST = 4
-"""Rows that have to run on an x86 processor of the last ten years."""
+"""Number of rows that must run on an x86 processor of the last ten years."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor that the environment of a test run stands for.
+    """A processor that the environment of a test run simulates.
 
     Attributes:
-        needs: flags of ``/proc/cpuinfo`` without which the row is skipped.
-        environ: variables of the run.
+        needs: flags of ``/proc/cpuinfo`` that the row requires.
+        environ: environment variables of the run.
     """
 
     needs: Sequence[str]
     environ: dict[str, str] = field(default_factory=dict)
 
     def missing(self, flags: set[str]) -> list[str]:
-        """Return what this machine's processor lacks for the row."""
+        """Return the required flags that this machine's processor lacks."""
         return [flag for flag in self.needs if flag not in flags]
 
 
@@ -74,16 +74,16 @@ PROCESSORS = {
     ),
     "as-it-is": Processor([], _threads(2)),
 }
-"""In order of width: the last row that a machine has is its widest."""
+"""Ordered by width: the last row that a machine supports is its widest."""
 
 
 def flags_of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """Return the flags of this machine's processor; none where they are not known."""
+    """Return the flags of this machine's processor, or none if they are unknown."""
     try:
-        found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        match = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
         return set()
-    return set(found[1].split()) if found else set()
+    return set(match[1].split()) if match else set()
 
 
 def available(flags: set[str]) -> dict[str, Processor]:
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run pytest once for each row; return 1 if a run failed or too few rows could run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of rows with commas between; 'widest' is the last")
-    chosen, pytest_words = parser.parse_known_args(words)
+    args, pytest_words = parser.parse_known_args(words)
     flags = flags_of_processor()
     rows = available(flags)
     for name, row in PROCESSORS.items():
@@ -105,9 +105,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if platform.machine() == "x86_64" and len(rows) < LEAST:
         print(f"{len(rows)} rows can run here, and {LEAST} have to", flush=True)
         status = 1
-    if chosen.only:
+    if args.only:
         widest = ([name for name in rows if name != "as-it-is"] or ["as-it-is"])[-1]
-        names = chosen.only.replace("widest", widest).split(",")
+        names = args.only.replace("widest", widest).split(",")
         if unknown := set(names) - set(PROCESSORS):
             parser.error(
                 f"no rows are called {', '.join(unknown)}; choose from {', '.join(PROCESSORS)}, widest"

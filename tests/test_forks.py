@@ -1,4 +1,4 @@
-"""Waiting for the import of a fork changes no other import."""
+"""Waiting for the import of a fork affects no other import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.session import forks
 
 
 def test_the_import_that_ends_the_watch_is_seen_by_all_other_finders(monkeypatch):
-    """Import hooks are finders: one that is passed over leaves a module without its patches."""
+    """Import hooks are finders: a skipped finder leaves a module without its patches."""
     asked = []
 
     class Finder:

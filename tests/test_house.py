@@ -1,4 +1,4 @@
-"""Where a module lies and how large it is: shared rooms hold what is shared, and one idea is one file."""
+"""Location and size of modules: shared rooms hold only shared code, and one idea is one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.import_graph import Sources
 PACKAGE = "mindspeed_dsa"
 FOLDER = Path(mindspeed_dsa.__file__).parent
 SHARED = ("megatron", "parallel", "context_parallel", "runs")
-"""Rooms for code that features of at least two kinds, or a kind and a higher room, use."""
+"""Rooms for code that at least two kinds of features use, or a kind and a higher room."""
 SMALLEST, LARGEST = 60, 500
 SMALL = {
     "__main__": "the commands, by the name that Python asks for",
@@ -27,7 +27,7 @@ SMALL = {
     "tools.compat.__main__": "the command behind `make compat` and `make docs`",
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",
 }
-"""Files below :data:`SMALLEST` lines that only their own folder imports, and why they stand alone."""
+"""Files below :data:`SMALLEST` lines that only their own folder imports, with the reasons."""
 
 
 TOTALS = {
@@ -36,9 +36,9 @@ TOTALS = {
     "features": 69,
     "state": 61,
 }
-"""Largest totals: lines without comments, flags of our own, features, and names of modules that hold state.
+"""Largest totals: lines without comments, our own flags, features, and module names that hold state.
 
-Whoever raises one says here what for.
+A change that raises one says here why.
 """
 STATE = set(
     "ContextVar WeakKeyDictionary WeakValueDictionary WeakSet defaultdict dict list set local".split()
@@ -51,17 +51,17 @@ def short(module: str) -> str:
 
 
 def owner(module: str) -> str:
-    """``features.moe`` for a kind, ``ops.rotary`` for an operator, else the room."""
+    """Return ``features.moe`` for a kind, ``ops.rotary`` for an operator, otherwise the room."""
     parts = short(module).split(".")
     return ".".join(parts[:2]) if parts[0] in ("features", "ops") and len(parts) > 2 else parts[0]
 
 
 def users(sources: Sources) -> dict[str, set[str]]:
-    """Owners that import each module, directly or through modules of the same owner's room."""
+    """Return the owners that import each module, directly or through modules of the module's owner."""
     importers = defaultdict(set)
     for reference in sources.references:
         importers[reference.imported].add(reference.importer)
-    found = {}
+    result = {}
     for module in sources.files:
         seen, todo, owners = set(), [module], set()
         while todo:
@@ -71,8 +71,8 @@ def users(sources: Sources) -> dict[str, set[str]]:
                     todo.append(importer)
                 else:
                     owners.add(owner(importer))
-        found[module] = owners
-    return found
+        result[module] = owners
+    return result
 
 
 def listed(wrong: list[str]) -> str:
@@ -80,7 +80,7 @@ def listed(wrong: list[str]) -> str:
 
 
 def test_shared_rooms_hold_what_is_shared(sources):
-    """A module with one user lies with that user."""
+    """A module with one user belongs in that user's folder."""
     wrong = [
         f"{short(module)} is used by {', '.join(owners) or 'nobody'} alone"
         for module, owners in users(sources).items()
@@ -92,7 +92,7 @@ def test_shared_rooms_hold_what_is_shared(sources):
 
 
 def test_what_operators_share_has_two_users(sources):
-    """Modules beside the operators' folders, or in the folders of a kind of device."""
+    """Covers modules next to the operators' folders, and in the folders of a kind of device."""
     devices = ("cpu", "npu", "triton")
     operators = {
         path.name for path in (FOLDER / "ops").iterdir() if path.is_dir() and path.name not in devices
@@ -113,7 +113,7 @@ def test_small_files_have_a_second_importer(sources):
     wrong = []
     for module, file in sources.files.items():
         lines = len(file.read_text(encoding="utf-8").splitlines())
-        # The registry finds declarations by their name.
+        # The registry finds declarations by file name.
         if file.name == "feature.py" or lines >= SMALLEST or short(module) in SMALL:
             continue
         if len(importers[module] - {file.parent}) < 1:
@@ -149,7 +149,7 @@ def state_of(tree: ast.Module) -> Iterator[str]:
         value = getattr(node, "value", None)
         empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value).strip("{}[]")
         made = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in STATE
-        # Tables that are made of something are constants.
+        # Tables built from values are constants.
         made = made and (not value.args or ast.unparse(value.func) in ("ContextVar", "defaultdict"))
         if empty or made:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -157,14 +157,16 @@ def state_of(tree: ast.Module) -> Iterator[str]:
 
 def test_the_library_does_not_grow_unnoticed(sources):
     texts = [file.read_text(encoding="utf-8") for file in sources.files.values()]
-    own = {flag.dest for flag in (*GENERAL_FLAGS, *all_flags()) if not flag.megatron}
-    found = {
+    own_flags = {flag.dest for flag in (*GENERAL_FLAGS, *all_flags()) if not flag.megatron}
+    totals = {
         "lines": sum(not line.lstrip().startswith("#") for text in texts for line in text.splitlines()),
-        "flags": len(own),
+        "flags": len(own_flags),
         "features": len(built_in()),
         "state": sum(1 for text in texts for _ in state_of(ast.parse(text))),
     }
     wrong = [
-        f"{found[name]} {name}, and {most} are allowed" for name, most in TOTALS.items() if found[name] > most
+        f"{totals[name]} {name}, and {most} are allowed"
+        for name, most in TOTALS.items()
+        if totals[name] > most
     ]
     assert not wrong, listed(wrong)

@@ -1,4 +1,4 @@
-"""Who may import whom, and the one shape of features; `support/import_graph.py` says what an import is."""
+"""Import rules between rooms, and the shape of features; `support/import_graph.py` defines imports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ORDER = (
     {"tools"},
     {"", "__main__", "megatron_adaptor", "rl", "transformers", "weights"},
 )
-"""Rooms, lowest first: a module imports its own room and lower ones. ``""`` is the package's public face."""
+"""Rooms, lowest first: a module imports its own room and lower ones. ``""`` is the public package."""
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 HEAVY = {"torch", "megatron", "torch_npu", "triton", "transformer_engine"}
 FEATURE_FILES = sorted((FOLDER / "features").rglob("feature.py"))
@@ -45,14 +45,14 @@ FEATURES = f"{PACKAGE}.features"
 
 
 def kind_of(module: str) -> str:
-    """``memory`` for modules of that kind, empty for the registry and everything outside of ``features``."""
+    """Return the kind of a feature's module; empty for the registry and outside of ``features``."""
     below = module.removeprefix(f"{FEATURES}.")
     kind = below.partition(".")[0]
     return kind if below != module and (FOLDER / "features" / kind).is_dir() else ""
 
 
 def listed(wrong: list[str]) -> str:
-    """Every violation, where pytest would leave some out."""
+    """Return every violation, as pytest would shorten the list."""
     return "\n".join(["", *sorted(set(wrong))])
 
 
@@ -74,7 +74,7 @@ def test_nobody_imports_upward(sources):
 
 
 def test_patches_are_implemented_below_their_feature(sources):
-    """As the rows name it when they run, however the string was made."""
+    """Names are taken from the rows at run time, however the string was made."""
     wrong = []
     for feature in shipped():
         for named in (*(patch.impl for patch in feature.patches), feature.on_finalize):
@@ -105,11 +105,11 @@ def test_kinds_of_features_import_neither_each_other_nor_the_registry(sources):
 def test_no_modules_import_each_other_in_a_circle(sources):
     edges: dict[str, set[str]] = {name: set() for name in sources.files}
     for reference in sources.references:
-        # A declaration names its implementations in strings; they take their options from it.
+        # A declaration names its implementations in strings, and they import its options.
         if not reference.string:
             edges[reference.importer].add(reference.imported)
     for file in FEATURE_FILES:
-        edges[FEATURES].add(name_of(file))  # the registry looks for them in folders
+        edges[FEATURES].add(name_of(file))  # the registry finds them by folder
     for name, imported in edges.items():
         imported.discard(name)
     wrong = [" -> ".join(circle) for circle in circles(edges)]
@@ -117,7 +117,7 @@ def test_no_modules_import_each_other_in_a_circle(sources):
 
 
 def test_strings_name_modules_that_exist(sources):
-    """``"mindspeed_dsa.x.y:z"`` in a string is nobody's import: a renamed module would go unnoticed."""
+    """A string like ``"mindspeed_dsa.x.y:z"`` is no import: a renamed module would go unnoticed."""
     gone = []
     for name, tree in sources.trees.items():
         for node in ast.walk(tree):
@@ -129,7 +129,7 @@ def test_strings_name_modules_that_exist(sources):
 
 
 def test_cases_that_tests_name_exist():
-    """A case that a string names is imported by workers of a pool, often for long tests alone."""
+    """Workers of a pool import a case that a string names, often only in long tests."""
     texts = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts): file.read_text()
         for file in (ROOT / "tests").rglob("*.py")
@@ -170,7 +170,7 @@ def test_the_registry_finds_every_feature():
 
 
 def test_a_switch_is_declared_in_one_file(sources):
-    """Flags, options, activation, rewrite and checks: what needs no torch stands in ``feature.py``."""
+    """Flags, options, activation, rewrite and checks need no torch, and belong in ``feature.py``."""
     names = ("options", "validation", "arguments")
     wrong = [name for name in sources.files if kind_of(name) and name.rpartition(".")[2] in names]
     assert not wrong, listed(wrong)
@@ -195,7 +195,7 @@ def test_options_are_frozen_and_made_by_of():
 
 
 def keyed_by_context(tree: ast.Module) -> list[ast.AnnAssign]:
-    """Return the module's own variables whose type mentions a context."""
+    """Return the variables of a module with a type that mentions a context."""
     return [
         node
         for node in tree.body
@@ -206,7 +206,7 @@ def keyed_by_context(tree: ast.Module) -> list[ast.AnnAssign]:
 
 
 def test_state_of_a_session_lies_in_its_context(sources):
-    """Not in a module, where a dictionary by context would outlive the session that its values refer to."""
+    """A module's dictionary by context would outlive the session that its values refer to."""
     refused = "_steps: WeakKeyDictionary[Context[Options], Step] = WeakKeyDictionary()"
     assert keyed_by_context(ast.parse(refused))
     wrong = [
@@ -218,7 +218,7 @@ def test_state_of_a_session_lies_in_its_context(sources):
 
 
 def test_checks_have_one_shape():
-    """``check_*(args, options)``, so that whoever asks needs to know no feature."""
+    """All are ``check_*(args, options)``, so that a caller needs to know no feature."""
     default = type(built_in()[0]).__dataclass_fields__["check"].default
     wrong = [
         f"{feature.name}: {feature.check.__module__}.{feature.check.__name__}"
@@ -233,14 +233,14 @@ def test_checks_have_one_shape():
 
 
 def test_names_of_files_say_what_they_do():
-    """The ways in which older names said how a file was used, not what is in it."""
+    """Older names said how a file was used instead of naming its contents."""
     pattern = re.compile(r"(^declare|_declare|_impl|_limits)\.py$")
     wrong = [str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if pattern.search(path.name)]
     assert not wrong, listed(wrong)
 
 
 def found_tests(file: Path) -> list[Path]:
-    """Return where the tests of a declaration lie: in the mirrored place, and where its docstring says.
+    """Return the test files of a declaration: the mirrored places, and those that its docstring names.
 
     The mirrored places of ``features/memory/swap_attention/feature.py`` are in ``tests/features/memory``: the
     folder ``swap_attention`` and files ``test_swap_attention*.py``. The docstring says ``tests: PATH, PATH``.
@@ -269,13 +269,13 @@ def test_tests_are_found_from_the_folder_of_a_feature(file):
 
 
 def test_folders_of_features_have_no_init(sources):
-    """What it would say, ``feature.py`` says."""
+    """``feature.py`` documents the folder."""
     wrong = [str(file.relative_to(FOLDER)) for file in (FOLDER / "features").rglob("*/__init__.py")]
     assert not wrong, listed(wrong)
 
 
 def test_declarations_import_neither_torch_nor_megatron(sources):
-    """Not themselves, and not through what they import: doctor and --help come before both."""
+    """Their imports must not, either: doctor and --help run before both."""
     wrong = []
     names = []
     for file in FEATURE_FILES:

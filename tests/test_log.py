@@ -1,4 +1,4 @@
-"""Records of ours come from the ranks that are meant, and once where that is asked for."""
+"""Log records come from the intended ranks, and only once if requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _nothing_seen() -> Iterator[None]:
 
 
 def group_of(rank: int | None) -> SimpleNamespace:
-    """A ``torch.distributed`` with a group, or without one."""
+    """Return a stub of ``torch.distributed`` with a process group, or without one."""
     return SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: rank is not None, get_rank=lambda: rank
     )
@@ -52,7 +52,7 @@ def test_all_ranks_may_speak(monkeypatch, capsys):
     ("data_parallel", "tensor_parallel", "said"), [(0, 0, True), (0, 1, False), (1, 0, False)]
 )
 def test_one_rank_speaks_for_each_stage(monkeypatch, capsys, data_parallel, tensor_parallel, said):
-    """As this session's Megatron knows the stages, whatever the launcher's number."""
+    """This session's Megatron defines the stages, whatever the launcher's number."""
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setitem(sys.modules, "torch.distributed", group_of(5))
     state = SimpleNamespace(
@@ -87,9 +87,9 @@ def test_once_goes_by_its_key_and_by_logger(monkeypatch, capsys):
 
 def test_the_application_decides_what_becomes_of_records(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    found: list[logging.LogRecord] = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = found.append
+    handler.emit = records.append
     logger = logging.getLogger(log.NAME)
     monkeypatch.setattr(logger, "handlers", [handler])
     level = logger.level
@@ -99,7 +99,7 @@ def test_the_application_decides_what_becomes_of_records(monkeypatch, capsys):
         log.get("a-feature").warning("a feature speaks")
     finally:
         logger.setLevel(level)
-    assert [(record.name, record.getMessage()) for record in found] == [
+    assert [(record.name, record.getMessage()) for record in records] == [
         ("mindspeed_dsa.a-feature", "a feature speaks")
     ]
     assert capsys.readouterr().err == ""

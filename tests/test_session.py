@@ -168,7 +168,7 @@ def test_the_forks_own_parser_gets_flags_and_checks(megatron, monkeypatch, tmp_p
 
 
 def test_a_job_may_enable_features_while_its_parser_runs(megatron, monkeypatch):
-    """The namespace then says what the new session says, Megatron's own flags included."""
+    """The namespace then has the values of the new session, Megatron's own flags included."""
     megatron(
         flags=(
             Flag("--use-counting", "switch"),
@@ -264,10 +264,10 @@ def test_a_switch_that_only_the_jobs_parser_has_heard_of_is_refused():
 
 @pytest.fixture
 def unnamed(megatron, tmp_path, monkeypatch):
-    """The fork, whose root nobody has named, in a process that has imported no other Megatron."""
+    """Register a feature on a fork that no setting names, with no other Megatron imported."""
     monkeypatch.delenv("MINDSPEED_DSA_MEGATRON_ROOT")
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    # In stock Megatron, too, which is what the switches are checked against as long as there is no other.
+    # The target is in stock Megatron, too: switches are checked against it while no other is imported.
     file = tmp_path / "corp_megatron" / "core" / "utils.py"
     file.write_text("def divide(numerator, denominator):\n    return numerator // denominator\n")
     patch = Patch("megatron.core.utils:divide", "wrap", "corp_megatron_impl:count", "test")

@@ -1,4 +1,4 @@
-"""Where a switch comes from, and what is refused."""
+"""Sources of a switch's value, and refusals."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_flags_in_somebody_elses_parser():
 
 
 def test_a_flag_that_lacks_one_of_our_words_is_another_flag():
-    """Megatron's own, which needs no warning."""
+    """Megatron's own flags need no warning."""
     flags = all_flags()
     assert settings.near_misses(["--recompute-num-layers", "1"], flags) == {}
     assert settings.near_misses(["--recompute-nrom-num-layers"], flags) == {
@@ -171,13 +171,13 @@ def test_a_flag_that_lacks_one_of_our_words_is_another_flag():
 def test_removed_flags_are_refused_with_the_way_out(name):
     assert name not in {flag.name for flag in all_flags()}
     flag, remedy = Flag(name, ""), settings.REMOVED[name]
-    for given in (
+    for source in (
         {"argv": ["--other", name, "x"]},
         {"argv": [f"{name}=x"]},
         {"environ": {flag.env: "x"}},
         {"api": {flag.dest: "x"}},
     ):
         with pytest.raises(SettingsError) as refused:
-            read(**given)
+            read(**source)
         assert str(refused.value) == f"mindspeed_dsa: {name} was removed: {remedy}"
     read(argv=["--", name])

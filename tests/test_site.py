@@ -1,4 +1,4 @@
-"""The site: every page and the public interface are on it, and a link that leads nowhere is an error."""
+"""The site has every page and the public interface, and a broken link is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("mkdocs", reason="the extra `site` is not installed")
 
 
 def checkout(folder: Path) -> Path:
-    """Copy what the site is made of."""
+    """Copy the sources of the site."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "mkdocs.yml"]:

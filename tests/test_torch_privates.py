@@ -1,4 +1,4 @@
-"""Private names of torch that the package uses, against the list in docs/design/torch-privates.md."""
+"""Private names of torch in the package equal the list in docs/design/torch-privates.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_TORCHS = {
     # attributes that this package gives to foreign objects
     *("_depends_on", "_plain_expert"),
 }
-"""Private attributes of other packages' objects that the package reads, by whose they are."""
+"""Private attributes of other packages' objects that the package reads, by owner."""
 
 
 def is_private(name: str) -> bool:
@@ -54,17 +54,17 @@ def is_private(name: str) -> bool:
 
 
 def uses(tree: ast.Module) -> Iterator[str]:
-    """Dotted private names of torch in a module: imported, written out, or in a string of the engine's."""
-    known = {}
+    """Yield the private names of torch in a module: imported, written out, or in an engine string."""
+    imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
-                    known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    imported[alias.asname or "torch"] = alias.name if alias.asname else "torch"
                     yield alias.name
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             for alias in node.names:
-                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+(:\w[\w.]*)?", str(node.value)):
             yield str(node.value).replace(":", ".")
@@ -74,12 +74,12 @@ def uses(tree: ast.Module) -> Iterator[str]:
         while isinstance(inner, ast.Attribute):
             path.append(inner.attr)
             inner = inner.value
-        if path and isinstance(inner, ast.Name) and inner.id in known:
-            yield ".".join([known[inner.id], *reversed(path)])
+        if path and isinstance(inner, ast.Name) and inner.id in imported:
+            yield ".".join([imported[inner.id], *reversed(path)])
 
 
 def attributes(tree: ast.Module) -> Iterator[str]:
-    """Private attributes of any object, by name or by a string of ``getattr`` and its like."""
+    """Yield attribute names of any object, also from strings of ``getattr`` and similar calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -115,7 +115,7 @@ def listed(heading: str) -> list[str]:
 
 
 def covers(entry: str, name: str) -> bool:
-    """Whether a row speaks of a name: of itself, what it holds, or all that is below it."""
+    """Return whether a row of the list covers a name: the name itself, or everything below it."""
     entry = entry.removesuffix(".*")
     return name == entry or name.startswith(f"{entry}.")
 
@@ -136,22 +136,22 @@ def test_every_private_name_of_torch_is_listed(trees):
         for name in attributes(tree)
         for space in ("_C", "ops.mkldnn")
     }
-    # Names of operators are looked for by string before they are called.
+    # Operators are looked up by string before they are called.
     assert [entry for entry in entries if not any(covers(entry, name) for name in used)] == []
 
 
 def test_every_private_attribute_is_listed_or_another_packages(trees):
     entries = listed("Attributes of objects")
-    own = {name for tree in trees for name in defined(tree)}
+    own_names = {name for tree in trees for name in defined(tree)}
     below = {part for entry in listed("Names of modules") for part in entry.split(".")}
-    found = {
+    used = {
         name
         for tree in trees
         for name in attributes(tree)
-        if isinstance(name, str) and is_private(name) and name not in own
+        if isinstance(name, str) and is_private(name) and name not in own_names
     }
-    assert found - set(entries) - NOT_TORCHS - below == set()
-    assert sorted((set(entries) | NOT_TORCHS) - found - own) == []
+    assert used - set(entries) - NOT_TORCHS - below == set()
+    assert sorted((set(entries) | NOT_TORCHS) - used - own_names) == []
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,6 @@ def test_a_dtensor_is_never_its_own_piece(monkeypatch):
     sharded = torch.Tensor._make_subclass(DTensor, torch.ones(2))
     sharded._local_tensor = plain
     assert local_of(sharded) is plain
-    del sharded._local_tensor  # as where torch renames it
+    del sharded._local_tensor  # as if torch had renamed it
     with pytest.raises(AttributeError, match="has no _local_tensor, the rank's own piece"):
         local_of(sharded)

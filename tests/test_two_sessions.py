@@ -46,7 +46,7 @@ def root_of(context):
 
 
 class Calls:
-    """How often a session's patches were called; refers to its context, as most states do."""
+    """Number of calls of a session's patches; refers to its context, as most states do."""
 
     def __init__(self, context):
         self.context, self.count = context, 0

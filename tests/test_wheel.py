@@ -1,4 +1,4 @@
-"""The wheel: two builds of the same sources are the same bytes, and it works where there is no checkout."""
+"""The wheel: two builds of the same sources have the same bytes, and it works without a checkout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 
 
 def sources(folder: Path, modified: int) -> Path:
-    """Copy what a build needs, as a checkout of another day has it."""
+    """Copy the inputs of a build, with modification times of another checkout."""
     shutil.copytree(
         ROOT / "mindspeed_dsa",
         folder / "mindspeed_dsa",
@@ -37,7 +37,7 @@ def sources(folder: Path, modified: int) -> Path:
 
 
 def built(folder: Path) -> tuple[Path, Path]:
-    """Build as ``make dist`` does; returns the wheel, made from the source distribution, and that."""
+    """Build as ``make dist`` does; return the wheel, built from the source distribution, and the latter."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(folder)]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(COMMIT_TIME)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -61,7 +61,7 @@ def test_two_builds_are_the_same_bytes(distributions):
 
 
 def test_the_wheel_has_every_file_of_the_package(distributions):
-    """Through the source distribution: what either leaves out is missed here, by name."""
+    """A file that the wheel or the source distribution leaves out is named here."""
     (wheel, archive), _ = distributions
     there = {
         str(path.relative_to(ROOT))
@@ -82,13 +82,13 @@ def python(distributions, tmp_path_factory):
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     fresh = folder / "bin" / "python"
-    found = subprocess.run(
+    completed = subprocess.run(
         [fresh, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,
         text=True,
         check=True,
     )
-    target = Path(found.stdout.strip())
+    target = Path(completed.stdout.strip())
     (wheel, _), _ = distributions
     install = ["--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", "install", *install], check=True, timeout=120)

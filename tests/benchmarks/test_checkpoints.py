@@ -1,4 +1,4 @@
-"""The benchmark of saves on a state too small to say anything: every metric is there, all is whole."""
+"""The benchmark of saves, on a tiny state, reports every metric."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ third_party.or_skip("megatron.core")
 def test_every_metric_is_measured() -> None:
     from benchmarks import checkpoints
 
-    found = checkpoints.run("cpu", quick=True)
-    json.dumps(found)
-    assert "failed" not in found
+    result = checkpoints.run("cpu", quick=True)
+    json.dumps(result)
+    assert "failed" not in result
     for metric in ("synchronous_s", "blocking_ratio", "with_manifest_s"):
-        assert found[metric] > 0
-    for of_job in found["example job"].values():
+        assert result[metric] > 0
+    for of_job in result["example job"].values():
         assert of_job["blocking_ratio"] > 0
         assert of_job["state_bytes"] > 0
-    assert len(found["example job"]) == 5
-    assert found["verify_overhead"] > -1  # a difference, of which nothing is known in so short a time
+    assert len(result["example job"]) == 5
+    assert result["verify_overhead"] > -1  # a difference of short times, which is mostly noise

@@ -1,4 +1,4 @@
-"""Shares of work that the benchmark counts, and how it turns times into fractions."""
+"""Shares of work that the benchmark counts, and its conversion of times into fractions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks.context_parallel import CELLS, balance, hiding, run
 
 @pytest.mark.parametrize("ranks", balance.RANKS)
 def test_blocks_balance_what_megatrons_rows_do_not(ranks):
-    """Rows below topk are short, and all in the first chunks: 1 / (1 - (K - 1) / 2S) whatever the ranks."""
-    found = balance.of_sequences(16_384, ranks)
-    assert found["indexer zigzag"] == found["indexer blocks"] == pytest.approx(1, abs=1e-6)
-    assert found["selected zigzag"] == pytest.approx(1 / (1 - 2047 / 32_768), abs=1e-4)
-    assert found["selected blocks"] == pytest.approx(1, abs=1e-6)
+    """Rows below topk are short and in the first chunks: 1 / (1 - (K - 1) / 2S) for any ranks."""
+    result = balance.of_sequences(16_384, ranks)
+    assert result["indexer zigzag"] == result["indexer blocks"] == pytest.approx(1, abs=1e-6)
+    assert result["selected zigzag"] == pytest.approx(1 / (1 - 2047 / 32_768), abs=1e-4)
+    assert result["selected blocks"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("mean", balance.DOCUMENTS.values())
@@ -29,21 +29,21 @@ def test_an_image_of_rows(tmp_path):
 
 @pytest.mark.parametrize(("fits_at", "begin"), [(448, 448), (100, 1088), (1500, 64), (10, 64)])
 def test_sizes_are_fitted_until_transfers_take_as_long_as_what_hides_them(monkeypatch, fits_at, begin):
-    """What hides a transfer grows faster than sizes; below the least one nothing fits."""
+    """The covering work grows faster than the size; below the least size nothing fits."""
 
     def timed(size, rounds, names):
         cover = (size / fits_at) ** 1.5
         return {"alone": 1.0, "work": 2 * cover, "cover": cover, "together": 0.5 + 2 * cover}
 
     monkeypatch.setattr(hiding, "timed", timed)
-    found = hiding.fitted(lambda size: size, begin, hiding.Sizes(rounds=1))
+    result = hiding.fitted(lambda size: size, begin, hiding.Sizes(rounds=1))
     if fits_at == 10:
-        assert found["hidden"].startswith("not measured: the transfer took 0.49 of what hides it")
+        assert result["hidden"].startswith("not measured: the transfer took 0.49 of what hides it")
     else:
-        assert hiding.ALLOWED[0] <= found["transfer_over_cover"] <= hiding.ALLOWED[1]
-        assert found["hidden"] == pytest.approx(0.5 / min(1, 1 / found["transfer_over_cover"]))
-        assert len(found["tried"]) <= 6
-    assert found["tried"][found["size"]] == found["transfer_over_cover"]
+        assert hiding.ALLOWED[0] <= result["transfer_over_cover"] <= hiding.ALLOWED[1]
+        assert result["hidden"] == pytest.approx(0.5 / min(1, 1 / result["transfer_over_cover"]))
+        assert len(result["tried"]) <= 6
+    assert result["tried"][result["size"]] == result["transfer_over_cover"]
 
 
 def test_an_unknown_cell_is_refused():

@@ -1,4 +1,4 @@
-"""The benchmark of the DSA operators measures what it says; nothing here asks how fast they are."""
+"""The benchmark of the DSA operators measures the declared figures; speed is not tested here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_cases_with_a_quick_form_take_quick(capsys):
 
 
 def test_figures_are_those_of_the_processes(monkeypatch):
-    """Medians over all runs of all processes, whose steps alternate, and the largest of the growth ratios."""
+    """Medians over all runs of all processes, whose steps alternate, and the largest growth ratio."""
     extra = {2048: 10.0, 4096: 30.0, 8192: 40.0}
     seconds = {"fused": iter([1.0, 2.0, 3.0, 9.0]), "megatron": iter([10.0, 40.0, 30.0, 20.0])}
     order = []
@@ -89,14 +89,14 @@ def test_figures_are_those_of_the_processes(monkeypatch):
 
     monkeypatch.setattr(dsa, "Child", Process)
     monkeypatch.setattr(child, "Child", Process)
-    found = dsa.compare(Sizes(), rounds=2, runs=2, dtype=torch.bfloat16)
+    result = dsa.compare(Sizes(), rounds=2, runs=2, dtype=torch.bfloat16)
     turns = [("fused", "bfloat16"), ("megatron", "bfloat16")]
     assert order == [*turns, *turns, "end", "end"] * 2
-    assert found["seconds"] == {"fused": 2.5, "megatron": 25.0}
-    assert found["speedup_vs_megatron"] == found["cpu_time_ratio_vs_megatron"] == 10
-    # Of the first runs: the later ones find memory that the process has kept.
-    assert found["memory_ratio_vs_megatron"] == 2
-    assert found["extra_peak_mib"]["fused"] == 30 / 2**20
+    assert result["seconds"] == {"fused": 2.5, "megatron": 25.0}
+    assert result["speedup_vs_megatron"] == result["cpu_time_ratio_vs_megatron"] == 10
+    # Memory is of the first runs: later ones reuse memory that the process has kept.
+    assert result["memory_ratio_vs_megatron"] == 2
+    assert result["extra_peak_mib"]["fused"] == 30 / 2**20
     grown = dsa.memory_growth(Sizes(), tuple(extra))
     assert grown["memory_growth_per_doubling"] == 3
     assert grown["extra_peak_mib_by_length"] == {str(n): value / 2**20 for n, value in extra.items()}
@@ -104,14 +104,14 @@ def test_figures_are_those_of_the_processes(monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_both_forms_are_compared_before_they_are_timed(model):
-    """The form of the compared size is among those of the gates, and so is the other one."""
+    """The gates include the form of the compared size and the other form."""
     cut = [dsa.SCALED, *({**dsa.SCALED, **gate} for gate in dsa.GATES)]
     of_compared, *of_gates = (forms.chosen(Sizes.of(MODELS[model], **sizes)) for sizes in cut)
     assert set(of_gates) == {forms.BY_HEAD, forms.ABSORBED} > {of_compared}
 
 
 def test_parts_of_a_model(monkeypatch):
-    """Each gets the model; of a model that nobody has released, and of other parts, it says what there is."""
+    """Each part gets the model; an unreleased model and other parts are refused with the choices."""
     got = []
     monkeypatch.setattr(
         dsa,
@@ -127,7 +127,7 @@ def test_parts_of_a_model(monkeypatch):
 
 
 def test_sizes_of_glm():
-    """By head 192 + 64 with values of 256, absorbed 512 + 64; what is cut down is the number of heads."""
+    """By head 192 + 64 with values of 256, absorbed 512 + 64; scaling reduces the number of heads."""
     sizes = Sizes.of(MODELS["glm-5.2"])
     assert (sizes.heads, sizes.index_heads, sizes.topk, sizes.widths) == (64, 32, 2048, (512, 1088))
     assert sizes.softmax_scale == 256**-0.5
@@ -136,17 +136,17 @@ def test_sizes_of_glm():
 
 @pytest.mark.full
 def test_time_in_the_indexers_of_layers_that_share(capsys):
-    """The parts of the quick run: one layer of four has an indexer, and its selection is kept once."""
+    """In the quick run one layer of four has an indexer, and its selection is stored once."""
     assert cli.main(["dsa", "--quick", "--model", "glm-5.2", "--only", "sharing", "--device", "cpu"]) == 0
-    found = json.loads(capsys.readouterr().out)["metrics"]
-    assert found["computing_layers"] == {"each": 4, "shared": 1}
+    result = json.loads(capsys.readouterr().out)["metrics"]
+    assert result["computing_layers"] == {"each": 4, "shared": 1}
     # int32, 256 rows of 64 keys
-    assert found["selection_bytes"] == {"each": 4 * 65536, "shared": 65536}
-    assert found["selection_bytes_planned"] == 65536
+    assert result["selection_bytes"] == {"each": 4 * 65536, "shared": 65536}
+    assert result["selection_bytes_planned"] == 65536
     for kind, ratio in (("cpu_seconds", "indexer_time_ratio"), ("seconds", "indexer_wall_ratio")):
-        times = found[f"indexer_{kind}"]
-        assert found[ratio] == pytest.approx(times["shared"] / times["each"])
-        assert all(0 < times[side] < whole for side, whole in found[f"whole_{kind}"].items())
+        times = result[f"indexer_{kind}"]
+        assert result[ratio] == pytest.approx(times["shared"] / times["each"])
+        assert all(0 < times[side] < whole for side, whole in result[f"whole_{kind}"].items())
     assert dsa.run("cpu", True, "glm-5", "sharing")["indexer_time_ratio"].startswith("every layer")
 
 
@@ -172,7 +172,7 @@ def test_layers_that_share_and_differ_are_not_timed(monkeypatch):
 
 
 def test_the_ratio_is_that_of_the_form_which_a_job_takes(monkeypatch):
-    """With a clock that moves by 3 seconds in each step by head, and by 2 in each absorbed one."""
+    """The test's clock advances 3 seconds in a step by head, and 2 in an absorbed one."""
     now, called = [0.0], []
 
     def step_in(form, inputs, grad_out, sizes):
@@ -185,11 +185,11 @@ def test_the_ratio_is_that_of_the_form_which_a_job_takes(monkeypatch):
 
     monkeypatch.setattr(forms, "step_in", step_in)
     monkeypatch.setattr(forms, "CLOCKS", {kind: lambda: now[0] for kind in forms.CLOCKS})
-    found = forms.choice(TINY, (16, 80), rounds=3)
-    rows = found["absorb_choice"]
+    result = forms.choice(TINY, (16, 80), rounds=3)
+    rows = result["absorb_choice"]
     assert [row["chosen"] for row in rows.values()] == [forms.BY_HEAD, forms.ABSORBED]
     assert [row["ratio"] for row in rows.values()] == [1.5, 1.0]
-    assert found["absorb_choice_worst_ratio"] == 1.5
+    assert result["absorb_choice_worst_ratio"] == 1.5
     assert called == [forms.BY_HEAD, forms.ABSORBED] * 8
     monkeypatch.setattr(forms, "CLEAR", 1.2)
     called.clear()
@@ -235,7 +235,7 @@ def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
             torch.ones(size, dtype=torch.uint8)
             held.append(torch.ones(size // 2, dtype=torch.uint8))
 
-    # What was there before, and was given back before, does not count.
+    # Memory held before the step, or freed before it, does not count.
     before = torch.ones(size, dtype=torch.uint8)
     torch.ones(2 * size, dtype=torch.uint8)
     monkeypatch.setitem(child.SIDES, "fused", step)
@@ -267,7 +267,7 @@ def test_needed_operations():
 
 
 def test_floor_multiples_are_time_by_rate_over_work(monkeypatch):
-    """With a clock that every call moves by one second the table can be computed by hand."""
+    """Every call advances the clock by one second, so that the table can be computed by hand."""
     called = []
 
     def seconds(call):
@@ -276,14 +276,14 @@ def test_floor_multiples_are_time_by_rate_over_work(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(floor, "_seconds", seconds)
-    found = floor.floor_multiples(TINY, torch.float32, rounds=2, matmul_size=64)
+    result = floor.floor_multiples(TINY, torch.float32, rounds=2, matmul_size=64)
     work = 2.0 * 64**3
-    assert all(rate == work / 1e9 for rate in found["matmul_gflops"].values())
+    assert all(rate == work / 1e9 for rate in result["matmul_gflops"].values())
     for operator, directions in floor.needed_flops(TINY).items():
         for direction, flops in directions.items():
-            assert found["multiple"][operator][direction] == pytest.approx(work / flops)
+            assert result["multiple"][operator][direction] == pytest.approx(work / flops)
     # Five operators, and the matmuls of three groups, in two rounds.
-    assert len(called) == 2 * (5 + 3 * len(found["matmul_gflops"]))
+    assert len(called) == 2 * (5 + 3 * len(result["matmul_gflops"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

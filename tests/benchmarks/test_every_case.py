@@ -1,4 +1,4 @@
-"""Every case runs at its smallest, and benchmarks reach into the package by public names alone."""
+"""Every case runs at its smallest size, and benchmarks use only public names of the package."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ third_party.or_skip("megatron.core")
 ROOT = Path(__file__).parents[2]
 OURS = ("mindspeed_dsa", "dsa_job")
 CELLS = {"moe": moe.CELLS, "pipeline": pipeline.CELLS, "context-parallel": context_parallel.CELLS}
-# They refuse to run without their device; tests/benchmarks/test_gpu.py and test_npu.py run their parts.
+# They need their device; tests/benchmarks/test_gpu.py and test_npu.py run their parts.
 ELSEWHERE = {"gpu", "npu"}
 
 
 def cases() -> Iterator[tuple[str, ...]]:
-    """Yield words of a command line for each case, cell by cell where a case is made of cells."""
+    """Yield the command line of each case, one per cell if a case is made of cells."""
     for name, case in CASES.items():
         if name not in ELSEWHERE:
             quick = ("--quick",) if case.has_quick else ()
@@ -51,7 +51,7 @@ def test_a_case_runs(words: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_every_cell_is_run() -> None:
-    """Cases that take ``--only`` for cells are known here."""
+    """``CELLS`` has all cases that take ``--only`` for cells."""
     made_of_cells = {
         name for name, case in CASES.items() if "link" in case.options and "only" in case.options
     }
@@ -59,7 +59,7 @@ def test_every_cell_is_run() -> None:
 
 
 def test_names_of_the_package_are_public() -> None:
-    """A private name moves without notice; whether a public one exists is found where its case runs."""
+    """A private name changes without notice; running the case shows whether a public name exists."""
     wrong = []
     for file in sorted((ROOT / "benchmarks").rglob("*.py")):
         private = private_names(ast.parse(file.read_text(encoding="utf-8")))
@@ -83,19 +83,19 @@ def test_the_check_finds_private_names() -> None:
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield lines that import, read or replace a private name of this repository, each with the name."""
+    """Yield the lines that import, read or replace a private name of this repository, with the name."""
     ours = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
             ours |= {alias.asname or alias.name for alias in node.names}
-            yield from ((node.lineno, each.name) for each in node.names if each.name.startswith("_"))
+            yield from ((node.lineno, entry.name) for entry in node.names if entry.name.startswith("_"))
         elif isinstance(node, ast.Import):
-            ours |= {each.asname or "" for each in node.names if each.name.split(".")[0] in OURS}
+            ours |= {entry.asname or "" for entry in node.names if entry.name.split(".")[0] in OURS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner, names = node.value, [node.attr]
-        elif isinstance(node, ast.Call) and node.args:  # getattr, mock.patch.object and others of that kind
-            owner, names = node.args[0], [ast.unparse(each).strip("'") for each in node.args[1:2]]
+        elif isinstance(node, ast.Call) and node.args:  # getattr, mock.patch.object and similar calls
+            owner, names = node.args[0], [ast.unparse(entry).strip("'") for entry in node.args[1:2]]
         else:
             continue
         if isinstance(owner, ast.Name) and owner.id in ours:

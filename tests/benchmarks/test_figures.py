@@ -1,4 +1,4 @@
-"""Figures of pages are those of the committed results."""
+"""Figures on the pages equal the committed results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def test_a_page_has_the_figures_of_the_results(name: str) -> None:
 
 
 def test_figures_come_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(json.dumps(figures.metrics("gpu-h100")))
-    found["layer"][figures.GLM]["fused"]["step_ms"] = 12.34
-    found["layer"][figures.GLM]["stock"] = "OutOfMemoryError: CUDA out of memory"
+    changed = json.loads(json.dumps(figures.metrics("gpu-h100")))
+    changed["layer"][figures.GLM]["fused"]["step_ms"] = 12.34
+    changed["layer"][figures.GLM]["stock"] = "OutOfMemoryError: CUDA out of memory"
     other = figures.metrics
-    monkeypatch.setattr(figures, "metrics", lambda name: found if name == "gpu-h100" else other(name))
+    monkeypatch.setattr(figures, "metrics", lambda name: changed if name == "gpu-h100" else other(name))
     row = figures.TABLES["README.md"]().splitlines()[2]
     assert "| does not fit | **12.3 ms, 8.8 GiB** |" in row
 
@@ -71,11 +71,11 @@ DEFINED = {
     "swap-attention.md": ("1.1 times", "5 %", "2 %"),  # rules, and the bound of a test
     "swap-optimizer.md": ("29 %",),  # the model's
 }
-"""Figures in text that are no measurements."""
+"""Figures in text that are not measurements."""
 
 
 DIARIES = ("gpu.md", "gpu-kernels.md", "articles.md")
-"""Pages on what was tried on kernels, with dates, and on other people's figures."""
+"""Pages with dated attempts on kernels, and with other projects' figures."""
 
 
 @pytest.mark.parametrize("folder", ["", "docs/features", "docs/hosts", "docs/design"])

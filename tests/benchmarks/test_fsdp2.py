@@ -1,4 +1,4 @@
-"""How the benchmark turns times into fractions."""
+"""The benchmark's conversion of times into fractions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks import fsdp2
 def test_hidden_share_of_gathers_about_as_long_as_the_work(monkeypatch, gathers, hidden):
     seconds = {"work": 0.1, "gathers": gathers, "without prefetch": 0.2, "with prefetch": 0.11}
     monkeypatch.setattr(fsdp2, "_forwards", lambda sizes, rounds: seconds)
-    found = fsdp2.hidden(fsdp2.QUICK)["gather_hidden_fraction"]
+    shares = fsdp2.hidden(fsdp2.QUICK)["gather_hidden_fraction"]
     if hidden is None:
-        assert all(text.startswith("not measured: gathers took 2.00") for text in found.values())
+        assert all(text.startswith("not measured: gathers took 2.00") for text in shares.values())
     else:
-        assert found == pytest.approx(hidden)
+        assert shares == pytest.approx(hidden)

@@ -1,4 +1,4 @@
-"""What of ``make gpu`` needs no GPU: what it refuses, compares, concludes and writes."""
+"""Parts of ``make gpu`` that need no GPU: refusals, comparisons, conclusions, and reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_triton_builds_with_is_asked_for_first(missing, sentence, tmp_path,
 
 
 def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
-    """And the command fails, but not before the report is written."""
+    """The command fails, but only after the report is written."""
     timeouts = {}
     answers = {
         "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
@@ -112,7 +112,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     assert metrics["layer"]["a"]["fused"] == FAST
     text = (tmp_path / "report.md").read_text()
     assert all(f"**{what}**: {why}" in text for what, why in metrics["failed"].items())
-    # Each part can have its time, and the last one what all others left.
+    # Each part can use its own time, and the last part also the time that the others left.
     assert sum(gpu.PARTS.values()) < gpu.LIMIT == 8 * 60
     assert gpu.PARTS["parity"] - 60 < timeouts["parity"] <= gpu.PARTS["parity"]
     assert sum(gpu.PARTS.values()) - 60 < timeouts["rivals"] <= sum(gpu.PARTS.values())
@@ -140,10 +140,10 @@ def test_outcomes_are_read_from_pytests_record():
 
 def test_seconds_of_the_model_are_operations_by_its_fractions():
     flops = needed_flops(Sizes(8192, 64, 64, 2048))
-    found = bounds.model_seconds(8192, 64, FRACTIONS, 1e15)
+    seconds = bounds.model_seconds(8192, 64, FRACTIONS, 1e15)
     attention, index = flops["sparse_flash_attention"], flops["lightning_indexer"]
     loss = flops["indexer_kl_loss"]["forward_backward"] - index["backward"]
-    assert found == {
+    assert seconds == {
         ("sparse_flash_attention", "forward"): pytest.approx(attention["forward"] / 0.5e15),
         ("sparse_flash_attention", "backward"): pytest.approx(attention["backward"] / 0.25e15),
         ("lightning_indexer", "forward"): pytest.approx(index["forward"] / 0.4e15),
@@ -161,28 +161,28 @@ def test_what_is_slower_than_the_model_comes_first():
     ms["sparse_flash_attention"] = {"forward": {"ms": 9.0}, "backward": {"ms": 60.0}}
     ms["indexer_kl_loss"] = {"forward_backward": {"ms": 30.0}}
     operators = {"matmul_tflops": 700.0, "S8192_H128": ms, "S32768_H128": "does not fit", "seconds": 1.0}
-    found = bounds.slower_than_model(operators, "NVIDIA H100 80GB HBM3")
-    assert len(found) == 5, "a kernel is not in the model's committed table"
-    times = [row["times"] for row in found.values()]
+    slower = bounds.slower_than_model(operators, "NVIDIA H100 80GB HBM3")
+    assert len(slower) == 5, "a kernel is not in the model's committed table"
+    times = [row["times"] for row in slower.values()]
     assert times == sorted(times, reverse=True)
-    assert all(row["times"] == pytest.approx(row["ms"] / row["model_ms"]) for row in found.values())
-    assert next(iter(found)) == "S8192_H128 lightning_indexer backward"
+    assert all(row["times"] == pytest.approx(row["ms"] / row["model_ms"]) for row in slower.values())
+    assert next(iter(slower)) == "S8192_H128 lightning_indexer backward"
     assert bounds.slower_than_model(operators, "NVIDIA L4").endswith("and this is NVIDIA L4")
 
 
 def test_losses_of_a_step_are_compared_before_its_time():
-    found = layer.compared({"stock": SIDE, "fused": FAST}, SHAPE)
-    assert (found["speedup"], found["peak_ratio"]) == (4, 3)
-    assert "refused" not in found
+    result = layer.compared({"stock": SIDE, "fused": FAST}, SHAPE)
+    assert (result["speedup"], result["peak_ratio"]) == (4, 3)
+    assert "refused" not in result
     for name, wrong in (
         ("lm_loss", [7.0, 6.91]),
         ("indexer_loss", [float("nan"), 0.2]),
         ("indexer_loss", [0.1, float("nan")]),
         ("grad_norm", [1.0, 1.52]),
     ):
-        found = layer.compared({"stock": SIDE, "fused": {**FAST, name: wrong}}, SHAPE)
-        assert found["refused"].startswith(f"{name} of fused DSA is")
-        assert "speedup" not in found
+        result = layer.compared({"stock": SIDE, "fused": {**FAST, name: wrong}}, SHAPE)
+        assert result["refused"].startswith(f"{name} of fused DSA is")
+        assert "speedup" not in result
     assert "refused" not in layer.compared({"stock": "torch.OutOfMemoryError: CUDA", "fused": FAST}, SHAPE)
     assert layer.compared({"stock": SIDE, "fused": "torch.OutOfMemoryError"}, SHAPE)["refused"]
     assert (
@@ -192,10 +192,10 @@ def test_losses_of_a_step_are_compared_before_its_time():
 
 def test_features_train_as_without_them_and_do_something():
     exact, bounded = features.Case("--x"), features.Case("--x", bounds=BOUNDS)
-    found = features.compared(SIDE, FAST, exact)
-    assert "refused" not in found
-    assert found["step_ratio"] == 0.25
-    assert found["peak_mib"] == {"off": 300, "on": 100}
+    result = features.compared(SIDE, FAST, exact)
+    assert "refused" not in result
+    assert result["step_ratio"] == 0.25
+    assert result["peak_mib"] == {"off": 300, "on": 100}
     for case, off, on, why in (
         (exact, SIDE, SIDE, "it did nothing"),
         (exact, SIDE, {**FAST, "weights": "ff"}, "trains otherwise"),
@@ -216,14 +216,14 @@ def test_a_job_of_several_cases_runs_once(monkeypatch):
     monkeypatch.setattr(ranks, "measure", lambda flags: alone.append(flags) or SIDE)
     monkeypatch.setattr(ranks, "_of_ranks", lambda flags, seconds: FAST)
     assert features.run(model="-m").keys() == features.CASES.keys()
-    # Fused DSA itself is what other features are compared with, swapped attention one of six such jobs.
+    # Fused DSA itself is the reference of other features; swapped attention is one of six such jobs.
     assert len(trained) == len(set(trained)) == len(features.CASES) - 1 + 6
     assert ranks.run(False, 60.0, lambda _: None, "-m").keys() == ranks.CASES.keys()
     assert alone == ["-m --use-fused-dsa", "-m --use-fused-dsa --pack-documents --micro-batch-size 1"]
 
 
 def test_parts_of_a_layer_beside_each_other():
-    """The same bits on a CPU as on a GPU, by the same code; and from which size on nothing is slower."""
+    """The GPU's code runs here on the CPU. The least size at which nothing is slower is found."""
     found = streams.run(quick=True, rounds=1)
     assert len(found) == 3
     assert all(row["ratio"] > 0 and "refused" not in row for row in found.values())
@@ -235,22 +235,22 @@ def test_parts_of_a_layer_beside_each_other():
 
 @pytest.mark.full
 def test_a_step_on_both_sides(tmp_path):
-    """The example's model, here on the CPU; on a GPU by the same code."""
+    """The example's model, on the CPU; the same code runs on a GPU."""
     pytest.importorskip("megatron.core")
-    found = layer.run(tmp_path, quick=True)["tiny, fp32"]
-    assert "refused" not in found
-    assert found["apart"]["lm_loss"] <= 1e-5
-    losses = found["fused"]["lm_loss"]
+    result = layer.run(tmp_path, quick=True)["tiny, fp32"]
+    assert "refused" not in result
+    assert result["apart"]["lm_loss"] <= 1e-5
+    losses = result["fused"]["lm_loss"]
     assert len(losses) == layer.STEPS
     assert losses == sorted(losses, reverse=True), "the same batch over and over"
-    assert found["fused"]["kernels"] == {}
-    assert found["fused"]["calls"].keys() > found["stock"]["calls"].keys()
+    assert result["fused"]["kernels"] == {}
+    assert result["fused"]["calls"].keys() > result["stock"]["calls"].keys()
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.full
 def test_two_context_parallel_ranks_beside_one():
-    """Over gloo on the CPU; what NCCL may say to two ranks of one device is no failure."""
+    """Runs over gloo on the CPU; NCCL's refusal of two ranks on one device would be no failure."""
     pytest.importorskip("megatron.core")
     (row,) = ranks.run(True, 200.0, lambda _: None, cases={"rows in halves": ""}).values()
     assert "refused" not in row, row
@@ -276,7 +276,7 @@ def test_the_report_in_words():
         "S32768_H64": "does not fit into the memory of the device",
     }
     traced = {**FAST, "kernels": {"forward_kernel": {"ms": 1.0, "launches": 2}}}
-    found = {
+    results = {
         "operators": operators,
         "layer": {"one": {"stock": "torch.OutOfMemoryError", "fused": traced}, "seconds": 3.0},
         "features": {"swap": features.compared(SIDE, FAST, features.Case("", bounds=BOUNDS)), "seconds": 9.0},
@@ -287,7 +287,7 @@ def test_the_report_in_words():
         "slower_than_model": {"S4096_H64 x": {"ms": 5.0, "model_ms": 2.0, "times": 2.5}},
         "failed": {},
     }
-    text = words.report(found, "NVIDIA H100")
+    text = words.report(results, "NVIDIA H100")
     for name in ("S4096_H64 x", "sparse_flash_attention", "torch.OutOfMemoryError", "forward_kernel", "swap"):
         assert name in text, name
 

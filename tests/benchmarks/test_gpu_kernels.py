@@ -1,4 +1,4 @@
-"""Parts of ``make gpu`` about kernels: ways of the selection and the backward, and compute-sanitizer."""
+"""Kernel parts of ``make gpu``: variants of the selection and the backward, and compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = [selection.SLABS, selection.SHORT_SLABS]
 
 @pytest.fixture
 def small(monkeypatch):
-    """A small problem on the CPU; a call takes 4 ms, and 3 behind another one."""
+    """Make a small problem on the CPU; a call takes 4 ms, or 3 ms right after another call."""
     launched = []
 
     def seconds(call, rounds, before=None):
@@ -33,16 +33,16 @@ def small(monkeypatch):
 
 def test_ways_of_the_selection_are_timed_beside_each_other(small):
     told = []
-    found = selection.run(True, told.append, "cpu")
-    assert told[-1] == found
+    result = selection.run(True, told.append, "cpu")
+    assert told[-1] == result
     for name in ("S6, 2 heads, bf16", "S6, 2 heads, fp8"):
-        assert list(found[name]) == WAYS
-        for row in found[name].values():
-            # Of the triangle of pairs, two operations for each of 2 x 32 numbers.
+        assert list(result[name]) == WAYS
+        for row in result[name].values():
+            # The pairs form a triangle, with two operations for each of 2 x 32 numbers.
             rate = 6 * 7 / 2 * 2 * 2 * 32 / 3e-3
             assert row == {"ms": 4, "ms_behind": 3, "fraction_of_matmul": pytest.approx(rate / PEAK)}
     assert small[::2] == small[1::2] == [4096, 1024] * 2
-    text = list(selection.words({"selection": found}))
+    text = list(selection.words({"selection": result}))
     assert "| S6, 2 heads, fp8: slabs of 1024 rows | 4 | 3 | 0% | 1.00 |" in text
 
 
@@ -55,11 +55,11 @@ def test_a_way_that_selects_otherwise_is_not_timed(small, monkeypatch):
         return indices + (indexer.SELECTED_ROWS == 1024), scores
 
     monkeypatch.setattr(indexer, "select_by", select_by)
-    found = selection.run(True, lambda _: None, "cpu")
+    result = selection.run(True, lambda _: None, "cpu")
     why = "slabs of 1024 rows selects otherwise than slabs"
-    assert found["S6, 2 heads, bf16"]["refused"] == why
-    assert selection.SHORT_SLABS not in found["S6, 2 heads, bf16"]
-    assert gpu.failures({"selection": found}) == {"selection, S6, 2 heads, bf16": why}
+    assert result["S6, 2 heads, bf16"]["refused"] == why
+    assert selection.SHORT_SLABS not in result["S6, 2 heads, bf16"]
+    assert gpu.failures({"selection": result}) == {"selection, S6, 2 heads, bf16": why}
 
 
 @pytest.mark.full
@@ -67,18 +67,18 @@ def test_the_backward_is_timed_by_rows_and_by_tiles(small, monkeypatch):
     monkeypatch.setattr(hopper, "takes_rows", lambda *_: True)
     taken = []
     monkeypatch.setattr(cuda, "seconds", lambda *_: taken.append(hopper.takes_rows()) or 4e-3)
-    found = backward.run(True, lambda _: None, "cpu")
-    (name,) = found
+    result = backward.run(True, lambda _: None, "cpu")
+    (name,) = result
     assert taken == [False, True]
-    assert found[name][backward.TILES] == found[name][backward.ROWS] == 4
-    assert f"| {name} | 4 | 4 | 1.00 |" in list(backward.words({"backward": found}))
+    assert result[name][backward.TILES] == result[name][backward.ROWS] == 4
+    assert f"| {name} | 4 | 4 | 1.00 |" in list(backward.words({"backward": result}))
     monkeypatch.setattr(backward.Problem, "apart", lambda *_: float(hopper.takes_rows()))
-    found = backward.run(True, lambda _: None, "cpu")
+    result = backward.run(True, lambda _: None, "cpu")
     why = "by rows differs by 1.0e+00 from the operator's own"
-    assert found[name]["refused"] == why
-    assert backward.ROWS not in found[name]
-    assert gpu.failures({"backward": found}) == {f"backward, {name}": why}
-    assert list(backward.words({"backward": found})) == []
+    assert result[name]["refused"] == why
+    assert backward.ROWS not in result[name]
+    assert gpu.failures({"backward": result}) == {f"backward, {name}": why}
+    assert list(backward.words({"backward": result})) == []
 
 
 TOOL = """#!{python}

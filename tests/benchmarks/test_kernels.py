@@ -1,4 +1,4 @@
-"""The static case of the kernels: its model, its committed result and the page made of it."""
+"""The static case of the kernels: its model, its committed result, and the page made from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-# First, so that kernels are interpreted in this process, whoever else imports them.
+# First, so that kernels are interpreted in this process, whichever test imports them next.
 pytest.importorskip("tests.ops.triton_backend")
 
 from benchmarks.kernels import model, page, selection
@@ -27,18 +27,18 @@ def fraction(kernel, work, gpu=H200):
 
 
 def test_products_are_fed_from_shared_memory():
-    """A product of 64 x 32 x 16 takes 16 cycles and reads 3 KiB, for which shared memory takes 24."""
+    """A product of 64 x 32 x 16 takes 16 cycles; reading its 3 KiB from shared memory takes 24."""
     assert model.operand_rate({"n32k16 from memory": 4}) == pytest.approx(2 / 3)
     assert model.operand_rate({"n64k16 from memory": 1}) == 1
     assert model.operand_rate({"n32k16 from registers": 1}) == 1
-    # Of FP8 twice as many inner numbers, of half the size, at twice the rate.
+    # FP8 has twice as many inner numbers, of half the size, at twice the rate.
     assert model.operand_rate({"n32k32 from memory": 4}) == pytest.approx(2 / 3)
     mixed = model.operand_rate({"n32k16 from memory": 8, "n256k16 from registers": 1})
     assert mixed == pytest.approx((8 * 16 + 128) / (8 * 24 + 128))
 
 
 def test_traffic_of_the_attention():
-    """Bytes by hand: 2048 keys of 576 numbers for 64 heads, and for each tile of keys all heads' rows."""
+    """Bytes by hand: 2048 keys of 576 numbers for 64 heads, and all heads' rows for a tile of keys."""
     work = model.attention(FORWARD, 128, 2048)
     keys, outer = 2048 * 576 * 2, 128 * (576 + 512) * 2
     assert (work.programs, work.l2, work.memory) == (2, 2 * keys + outer, outer)
@@ -54,19 +54,21 @@ def test_traffic_of_the_attention():
 def test_scores_and_selection_are_bound_one_after_the_other():
     tiles = {"HEADS": 64, "DIM": 128, "BLOCK_N": 256, "BLOCK_Q": 32}
     scores = replace(GOOD, shared=115712, registers=107, constants=tiles, products={"n64k16 from memory": 16})
-    found = selection.bounds({"": scores, selection.in_fp8(""): scores}, {"": (64, 128)}, H200)
-    assert len(found) == 2 * len(selection.LENGTHS)
-    for ms in found.values():
+    milliseconds = selection.bounds({"": scores, selection.in_fp8(""): scores}, {"": (64, 128)}, H200)
+    assert len(milliseconds) == 2 * len(selection.LENGTHS)
+    for ms in milliseconds.values():
         assert ms["both"] == pytest.approx(ms["scores"] + ms["selection"], abs=2e-3)
         assert 0 < ms["selection"] < ms["scores"]
     pairs = 8192 * 8193 / 2
-    assert found["S8192, 64 x 128, bf16"]["scores"] == pytest.approx(pairs * 16384 / 989e12 * 1e3, abs=1e-3)
-    half = found["S8192, 64 x 128, fp8"]["scores"] / found["S8192, 64 x 128, bf16"]["scores"]
+    assert milliseconds["S8192, 64 x 128, bf16"]["scores"] == pytest.approx(
+        pairs * 16384 / 989e12 * 1e3, abs=1e-3
+    )
+    half = milliseconds["S8192, 64 x 128, fp8"]["scores"] / milliseconds["S8192, 64 x 128, bf16"]["scores"]
     assert half == pytest.approx(0.5, abs=0.01)
 
 
 def test_kernels_for_hopper_alone():
-    """Heads of a program are no constants of theirs; of the sum's kernel all heads share each key."""
+    """Their heads are no constants of the kernel; in the kernel of the sum all heads share each key."""
     for name, heads in (("hopper_forward_kernel", 64), ("hopper_few_heads_forward_kernel", 16)):
         plain = replace(FORWARD, constants={**FORWARD.constants, "BLOCK_H": heads})
         work = model.attention(replace(plain, name=name, constants={}), 16, 2048)
@@ -75,7 +77,7 @@ def test_kernels_for_hopper_alone():
         replace(GOOD, name="hopper_attention_sum_kernel", constants={"HEADS": 128}), 128, 2048
     )
     assert (work.programs, work.l2) == (1, 2048 * 576 * 2 + 128 * 576 * 2)
-    # One group's softmax runs beside the other one's products.
+    # The softmax of one group runs during the products of the other.
     work = model.attention(FORWARD, 128, 2048)
     assert fraction(replace(FORWARD, name="hopper_forward_kernel"), work) > fraction(FORWARD, work)
 
@@ -107,7 +109,7 @@ def test_the_committed_result_and_the_page_made_of_it():
 
 
 def test_a_row_reads_its_keys_and_adds_their_gradients_once_for_64_heads():
-    """Two bytes a number read and four added, and five products of pairs of a head and a key."""
+    """Two bytes are read and four added per number, with five products per pair of head and key."""
     rows = replace(GOOD, name=model.ROWS, constants={"WITH_SUM": False})
     one, two = (model.attention(rows, heads, 2048) for heads in (40, 128))
     assert (one.programs, two.programs) == (1, 2)

@@ -1,4 +1,4 @@
-"""The benchmark of the loss in chunks on a problem too small to say anything: every metric is there."""
+"""The benchmark of the chunked loss, on a tiny problem, reports every metric."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ third_party.or_skip("megatron.core")
 def test_every_metric_is_measured():
     from benchmarks import linear_cross_entropy
 
-    found = linear_cross_entropy.run("cpu", quick=True)
-    json.dumps(found)
+    figures = linear_cross_entropy.run("cpu", quick=True)
+    json.dumps(figures)
     for dtype in ("fp32", "bf16"):
         for metric in ("loss_memory_ratio", "loss_time_ratio", "loss_cpu_time_ratio"):
-            assert all(found[metric][dtype][gradient] > 0 for gradient in ("forward", "backward"))
-        assert found["peak_mib"][dtype].keys() == {"stock", "forward", "backward"}
+            assert all(figures[metric][dtype][gradient] > 0 for gradient in ("forward", "backward"))
+        assert figures["peak_mib"][dtype].keys() == {"stock", "forward", "backward"}
 
 
 def test_a_side_that_computes_something_else_is_refused():

@@ -1,4 +1,4 @@
-"""The benchmark of the memory features measures what it says; nothing here asks how good they are."""
+"""The benchmark of the memory features measures the declared figures; their benefit is not tested."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
         assert set(metrics[name]) == keys
     assert set(metrics["activation_peak_ratio"]) == {"off", *memory.ACTIVATIONS}
     for name, saved in memory.SAVED.items():
-        # Padding of buckets and counters of steps weigh more in a model this small.
+        # Padding of buckets and step counters weigh more in a model this small.
         assert metrics["saved_bytes_per_param"][name] == pytest.approx(saved, abs=0.1)
 
 
 @pytest.mark.full
 def test_one_feature_beside_a_job_without_it():
     rounds = {"step": 2, "long step": 1}
-    found = memory.compare(["reuse-fp32-param"], memory.QUICK, rounds, device="cpu")
-    rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
+    result = memory.compare(["reuse-fp32-param"], memory.QUICK, rounds, device="cpu")
+    rest, peak = result["device_bytes_per_param"], result["device_peak_bytes_per_param"]
     assert rest["off"] == pytest.approx(14, abs=0.1)  # bf16 weight, master weight, two moments
     assert rest["off"] - rest["reuse-fp32-param"] == pytest.approx(2, abs=0.05)
     assert all(peak[name] >= rest[name] for name in rest)
-    assert found["step_time_ratio"]["off"] == 1
-    assert found["step_time_ratio"]["reuse-fp32-param"] > 0
+    assert result["step_time_ratio"]["off"] == 1
+    assert result["step_time_ratio"]["reuse-fp32-param"] > 0
 
 
 @pytest.mark.full
@@ -84,10 +84,10 @@ def test_a_long_step_is_a_step_of_several_microbatches(monkeypatch):
 def test_time_alone_and_of_chosen_features(monkeypatch):
     asked = []
     monkeypatch.setattr(memory, "compare", lambda *given, **options: asked.append((given, options)) or {})
-    found = memory.run("cpu", timed="swap-attention,reuse-fp32-param")
+    result = memory.run("cpu", timed="swap-attention,reuse-fp32-param")
     assert asked[0][0][0] == ["swap-attention", "reuse-fp32-param"]
     assert asked[0][1] == {"bytes_too": False}
-    assert found["tokens"] == {"step": 2048, "long step": 8192}
+    assert result["tokens"] == {"step": 2048, "long step": 8192}
     with pytest.raises(SystemExit, match="names nothing"):
         memory.run("cpu", timed="nothing")
 
@@ -116,7 +116,7 @@ def test_the_peak_of_work_knows_what_its_lead_in_allocated():
     kept = []
 
     def lead_in():
-        torch.empty(3 << 20, dtype=torch.uint8)  # gone before the work begins
+        torch.empty(3 << 20, dtype=torch.uint8)  # freed before the work begins
         kept.append(torch.empty(1 << 20, dtype=torch.uint8))
 
     def work():
@@ -132,7 +132,7 @@ def test_live_bytes_leave_out_tensors_without_memory():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     before = measure.live_bytes()
-    with FakeTensorMode():  # compiled regions of an earlier case leave such tensors
+    with FakeTensorMode():  # compiled regions of an earlier case leave tensors without memory
         fake = torch.empty(1000)
     kept = [fake, torch.empty(1000)]
     assert measure.live_bytes() - before == 4000

@@ -1,4 +1,4 @@
-"""How measured times of MoE layers become metrics, and which cells a run measures."""
+"""Conversion of measured times of MoE layers into metrics, and the cells that a run measures."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MILLISECONDS = {
 
 def test_hidden_fraction():
     times = {name: Timing(0.0, 0.1, value / 1e3) for name, value in MILLISECONDS.items()}
-    found = metrics({"times": times, "deviation": 1e-8})
-    json.dumps(found)
+    result = metrics({"times": times, "deviation": 1e-8})
+    json.dumps(result)
     covered = {"dispatch": 50, "combine": 20, "combine backward": 50, "dispatch backward": 60}
-    assert found["coverable_milliseconds"] == pytest.approx(covered)
-    assert found["a2a_hidden_fraction"] == pytest.approx(150 / 180)
-    assert found["layer_speedup"] == pytest.approx(1000 / 850)
-    assert found["transfers_over_step"] == pytest.approx(0.22)
+    assert result["coverable_milliseconds"] == pytest.approx(covered)
+    assert result["a2a_hidden_fraction"] == pytest.approx(150 / 180)
+    assert result["layer_speedup"] == pytest.approx(1000 / 850)
+    assert result["transfers_over_step"] == pytest.approx(0.22)
 
 
 def test_least_and_median():

@@ -1,4 +1,4 @@
-"""What of ``make npu`` needs no torch_npu: what it refuses, compares, concludes and writes."""
+"""Parts of ``make npu`` that need no torch_npu: refusals, comparisons, conclusions, and reports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_an_npu_it_says_what_to_do(available, sentence, monkeypatch):
 
 
 def rule(name):
-    """Variables and recipe of the Makefile as make sees them, without running anything."""
+    """Return a function that reads variables and the recipe from make, without running it."""
 
     def run(*words):
         command = ["make", "--no-print-directory", "--dry-run", "--always-make", name, *words]
@@ -86,7 +86,7 @@ def test_make_test_npu_has_an_environment_for_each_release():
 
 
 def problem(scale, refuses=False, fits=True, place=0):
-    """``2 * x`` in bf16, whose gradient on one side is too large by a factor."""
+    """Return ``2 * x`` in bf16, with one side's gradient multiplied by ``scale``."""
     x = torch.arange(1.0, 7.0, requires_grad=True)
 
     def forward(backend):
@@ -103,21 +103,21 @@ def problem(scale, refuses=False, fits=True, place=0):
 
 
 def test_an_operator_is_compared_before_it_is_timed():
-    found = operators.compared(problem(1.001), rounds=1)
-    assert (found["reference"], found["wrong"]) == ("reference", {})
-    assert found["apart"] == {"out": 0, "gradient of x": pytest.approx(1e-3, rel=1e-3)}
+    result = operators.compared(problem(1.001), rounds=1)
+    assert (result["reference"], result["wrong"]) == ("reference", {})
+    assert result["apart"] == {"out": 0, "gradient of x": pytest.approx(1e-3, rel=1e-3)}
     for direction in ("forward", "backward"):
-        figures = found[direction]
+        figures = result[direction]
         assert figures["speedup"] == pytest.approx(figures["reference_ms"] / figures["ms"])
-    found = operators.compared(problem(1.1), rounds=1)
-    assert found["wrong"] == {"gradient of x": "1.0e-01 from the reference's, more than 5e-03"}
-    found = operators.compared(problem(float("nan")), rounds=1)
-    assert found["wrong"].keys() == {"gradient of x"}
+    result = operators.compared(problem(1.1), rounds=1)
+    assert result["wrong"] == {"gradient of x": "1.0e-01 from the reference's, more than 5e-03"}
+    result = operators.compared(problem(float("nan")), rounds=1)
+    assert result["wrong"].keys() == {"gradient of x"}
     assert operators.compared(problem(1, refuses=True), rounds=1)["refused"] == "it takes bfloat16 only"
-    found = operators.compared(problem(1, fits=False), rounds=1)
-    assert found["reference"] == "reference does not fit into the device's memory"
-    assert "apart" not in found
-    assert "speedup" not in found["forward"]
+    result = operators.compared(problem(1, fits=False), rounds=1)
+    assert result["reference"] == "reference does not fit into the device's memory"
+    assert "apart" not in result
+    assert "speedup" not in result["forward"]
 
 
 def test_selections_are_compared_as_sets_and_scores_in_order():

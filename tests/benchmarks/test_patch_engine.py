@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and its output keeps to the contract."""
+"""The benchmark measures the declared figures, and its output follows the contract."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_output_contract(monkeypatch, capsys, tmp_path):
     assert cli.main(["fake", "--device", "cpu", "--json", str(file)]) == 0
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
-    found = json.loads(line)
-    assert list(found) == ["case", "metrics", "device", "versions", "date"]
-    assert (found["case"], found["metrics"]) == ("fake", {"speed": 1.5, "by_size": {"128": 2}})
-    assert found["device"].startswith("cpu")
-    assert found["versions"]["python"] == sys.version.split()[0]
+    result = json.loads(line)
+    assert list(result) == ["case", "metrics", "device", "versions", "date"]
+    assert (result["case"], result["metrics"]) == ("fake", {"speed": 1.5, "by_size": {"128": 2}})
+    assert result["device"].startswith("cpu")
+    assert result["versions"]["python"] == sys.version.split()[0]
     assert "a greeting" in captured.err
-    assert json.loads(file.read_text()) == found
+    assert json.loads(file.read_text()) == result
 
 
 def test_an_unknown_case_is_refused(capsys):

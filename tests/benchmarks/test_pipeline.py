@@ -1,4 +1,4 @@
-"""Figures of pipeline schedules: those that the benchmark simulates, and how times become ratios."""
+"""Figures of pipeline schedules: simulated ones, and the conversion of times into ratios."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.pipeline.simulated import run as simulated
 
 @pytest.fixture(scope="module")
 def cell():
-    """All that is simulated."""
+    """Return all simulated figures."""
     return simulated()
 
 
 def test_simulated_pairs(cell):
-    found = cell["simulated"]
-    sixteen = found["PP16 x VPP2, 64 microbatches"]
+    result = cell["simulated"]
+    sixteen = result["PP16 x VPP2, 64 microbatches"]
     assert sixteen["step_time"] == {
         "without all-to-all": 429,
         "stock": 643.5,
@@ -30,7 +30,7 @@ def test_simulated_pairs(cell):
     }
     worst = sixteen["steady_a2a_hidden_worst_rank"]
     assert worst == {"pairs": pytest.approx(0.43, abs=0.005), "pairs, +1 warmup": 1}
-    one = found["PP1, 4 microbatches"]
+    one = result["PP1, 4 microbatches"]
     assert (sixteen["extra_chunks_in_flight"], sixteen["extra_microbatches_in_flight"]) == (1, 0.5)
     assert (one["extra_chunks_in_flight"], one["extra_microbatches_in_flight"]) == (1, 1)
 
@@ -42,7 +42,7 @@ def test_simulated_recompute(cell):
 
 
 def test_ratios_of_measured_steps():
-    """Warm-up and cool-down alone are a step with one microbatch."""
+    """Warmup and cooldown without steady state are a step with one microbatch."""
     steps = {"stock": 1000, "pairs": 800, "overlap in one microbatch": 900, "no transfers": 750}
     steps |= {
         "stock, one microbatch": 250,
@@ -50,12 +50,12 @@ def test_ratios_of_measured_steps():
         "no transfers, one microbatch": 200,
     }
     times = {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in steps.items()}
-    found = metrics({"times": times, "deviation": 0.0})
-    assert found["fb_overlap_speedup"] == pytest.approx(1.25)
-    assert found["moe_overlap_speedup"] == pytest.approx(1000 / 900)
-    assert found["fb_over_moe_overlap"] == pytest.approx(900 / 800)
-    assert found["a2a_hidden_fraction"] == pytest.approx(0.8)
-    assert found["edge_a2a_hidden"] == pytest.approx(0.6)
+    result = metrics({"times": times, "deviation": 0.0})
+    assert result["fb_overlap_speedup"] == pytest.approx(1.25)
+    assert result["moe_overlap_speedup"] == pytest.approx(1000 / 900)
+    assert result["fb_over_moe_overlap"] == pytest.approx(900 / 800)
+    assert result["a2a_hidden_fraction"] == pytest.approx(0.8)
+    assert result["edge_a2a_hidden"] == pytest.approx(0.6)
 
 
 def test_ratios_of_recomputed_steps():
@@ -63,29 +63,29 @@ def test_ratios_of_recomputed_steps():
     popular = {"stock": 1500, "pairs": 1250, "pairs, balanced": 1000}
     even, skewed = (
         {
-            "times": {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in each.items()},
+            "times": {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in milliseconds.items()},
             "deviation": 0.0,
             "experts_moved": [1],
         }
-        for each in (steps, popular)
+        for milliseconds in (steps, popular)
     )
-    found = recomputed_pairs.metrics(even, skewed)
-    assert found["stack_speedup"] == pytest.approx(1.5)
-    assert found["stack"]["speedup_without_balance"] == pytest.approx(1.2)
-    assert found["recomputed_fb_overlap_speedup"] == pytest.approx(1.2)
-    assert found["recomputed_pairs"]["a2a_hidden_fraction"] == pytest.approx(0.8)
-    assert found["recomputed_pairs"]["exposed_over_step"] == pytest.approx(0.25 * 1000 / 1200)
+    result = recomputed_pairs.metrics(even, skewed)
+    assert result["stack_speedup"] == pytest.approx(1.5)
+    assert result["stack"]["speedup_without_balance"] == pytest.approx(1.2)
+    assert result["recomputed_fb_overlap_speedup"] == pytest.approx(1.2)
+    assert result["recomputed_pairs"]["a2a_hidden_fraction"] == pytest.approx(0.8)
+    assert result["recomputed_pairs"]["exposed_over_step"] == pytest.approx(0.25 * 1000 / 1200)
 
 
 def test_what_bubbles_remove():
-    """Of three ranks, one of which waits for no gradient and recomputes nothing ahead."""
+    """One of the three ranks waits for no gradient and recomputes nothing ahead."""
     times = {"plain": Timing(1.0, 0.5, 1.1), "bubble": Timing(0.9, 0.5, 0.95)}
     ranks = [{"times": times, "again": again, "deviation": 0.0} for again in (0.1, 0.1, None)]
-    found = recompute.metrics(ranks)
-    assert found["recompute_in_bubble_removed"] == pytest.approx(0.15 / (2 * 0.1))
-    assert found["recompute_in_bubble_removed_least"] == pytest.approx(0.1 / (2 * 0.1))
-    assert found["step_ratio"] == pytest.approx(0.95 / 1.1)
-    assert "caution" not in found
+    result = recompute.metrics(ranks)
+    assert result["recompute_in_bubble_removed"] == pytest.approx(0.15 / (2 * 0.1))
+    assert result["recompute_in_bubble_removed_least"] == pytest.approx(0.1 / (2 * 0.1))
+    assert result["step_ratio"] == pytest.approx(0.95 / 1.1)
+    assert "caution" not in result
     assert recompute.metrics(ranks, "shared")["caution"] == "shared"
 
 
@@ -97,25 +97,25 @@ def test_cells_are_named():
 def test_ratios_of_split_steps():
     times = {"whole": Timing(1.0, 0.1, 1.2), "split": Timing(0.9, 0.1, 1.0)}
     ranks = [{"times": times, "deviation": 0.0, "weights": each, "waiting": 8} for each in (0.04, 0.06)]
-    found = split.metrics(ranks, split.simulated_ratio(2, 1, 4))
-    assert found["split_backward_removed"] == pytest.approx(0.2 / (2 * 0.05))
-    assert (found["step_ratio"], found["step_ratio_least"]) == (pytest.approx(1 / 1.2), pytest.approx(0.9))
-    assert found["step_ratio_simulated"] == pytest.approx(13 / 15)
+    result = split.metrics(ranks, split.simulated_ratio(2, 1, 4))
+    assert result["split_backward_removed"] == pytest.approx(0.2 / (2 * 0.05))
+    assert (result["step_ratio"], result["step_ratio_least"]) == (pytest.approx(1 / 1.2), pytest.approx(0.9))
+    assert result["step_ratio_simulated"] == pytest.approx(13 / 15)
 
 
 def test_ratios_of_schedules_in_turns():
-    """Simulated with what a stock step loses to all-to-alls: here a third, as on the page of schedules."""
+    """Simulated with a stock step's share of all-to-alls: a third, as on the page of schedules."""
     place = dataclasses.replace(dualpipev.places(64)["PP2 x EP2"], ranks=4)
     steps = {"1F1B": 1.2, "interleaved": 1.5, "interleaved, pairs": 1.1, "DualPipeV, pairs": 1.21}
     times = {name: Timing(value, 0.1, value) for name, value in {**steps, "no transfers": 1.0}.items()}
-    found = dualpipev.metrics(
+    result = dualpipev.metrics(
         place, 16, {"times": times, "deviation": 0.0}, {"1F1B": [(0.1, 0.1), (0.2, 0.1)]}
     )
-    assert found["dualpipe_over_interleaved"] == pytest.approx(1.1)
-    simulated = found["step_over_stock_simulated"]
+    assert result["dualpipe_over_interleaved"] == pytest.approx(1.1)
+    simulated = result["step_over_stock_simulated"]
     assert simulated["interleaved, pairs"] == pytest.approx(117 / 157.5)
-    assert found["dualpipe_over_interleaved_simulated"] == pytest.approx(125 / 117)
-    assert found["step_over_stock"]["no transfers"] == pytest.approx(1 / 1.5)
-    compared = found["bubbles"]["1F1B"]
+    assert result["dualpipe_over_interleaved_simulated"] == pytest.approx(125 / 117)
+    assert result["step_over_stock"]["no transfers"] == pytest.approx(1 / 1.5)
+    compared = result["bubbles"]["1F1B"]
     assert compared["recorded_over_simulated"] == pytest.approx(1.5)
     assert not compared["is_within_bound"]

@@ -1,4 +1,4 @@
-"""Plans beside counted bytes, and the page that is written from plans."""
+"""Plans compared with counted bytes, and the page written from plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_counted_layout_can_be_planned(name):
 
 
 class Group:
-    """Four ranks, of which this is the second."""
+    """Process group of four ranks, seen from the second."""
 
     def size(self):
         return 4

@@ -1,4 +1,4 @@
-"""Pages of recipes beside what plans say, and their commands beside a plan without ``--config``."""
+"""Pages of recipes equal their plans, and their commands plan the same without ``--config``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_every_model_has_a_cell_for_all_devices():
 
 
 def expanded(words: list[str], arrays: dict[str, list[str]]) -> list[str]:
-    """Return words with a shell's arrays in their places."""
-    found = []
+    """Return words with a shell's arrays expanded."""
+    result = []
     for word in words:
         name = re.fullmatch(r"\$\{(\w+)\[@\]\}", word)
-        found += arrays[name[1]] if name else [word]
-    return found
+        result += arrays[name[1]] if name else [word]
+    return result
 
 
 @pytest.mark.parametrize("name", recipes.MODELS)
 def test_commands_as_the_page_has_them_give_its_figures(name, written):
-    """A shell's reading of both blocks: arrays, and the flags of each command."""
+    """Both blocks are read as a shell does: arrays, and the flags of each command."""
     shared, *commands = re.findall(r"```\n(.*?)```", written[f"recipes/{name}.md"], re.DOTALL)
     arrays = {
         array: shlex.split(content)

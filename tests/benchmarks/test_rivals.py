@@ -1,4 +1,4 @@
-"""Other projects' sparse attention beside ours: one problem, nothing wrong is timed, words and a picture."""
+"""Other projects' sparse attention compared with ours on one problem; text and picture of the result."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def gradients(query, key_value, indices, scale, grad):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """All projects' functions, computed by ours, which layouts and conventions have to reach intact."""
+    """Replace all projects' functions by ours; layouts and conventions have to arrive intact."""
 
     def within(indices, lengths):
-        """What a row's length leaves of its indices."""
+        """Mask the indices beyond a row's length."""
         if lengths is None:
             assert (indices >= 0).all()
             return indices
@@ -63,18 +63,18 @@ def elsewhere(monkeypatch):
         return attend(query, key_value[:, :, 0], up_to_row(indices, first), sm_scale)[:2]
 
     def sparse_mla_bwd(query, key_value, out, grad, indices, lse, sm_scale):
-        found = attend(query, key_value[:, :, 0], up_to_row(indices), sm_scale)
-        torch.testing.assert_close(lse, found.lse / math.log(2))
-        torch.testing.assert_close(out, found.out)
+        result = attend(query, key_value[:, :, 0], up_to_row(indices), sm_scale)
+        torch.testing.assert_close(lse, result.lse / math.log(2))
+        torch.testing.assert_close(out, result.out)
         grad_query, grad_key_value = gradients(query, key_value[:, :, 0], up_to_row(indices), sm_scale, grad)
         return grad_query, grad_key_value[:, :, None]
 
     def wrapper(query, key_value, out, grad, lse, sink, indices, *, softmax_scale, topk_length):
         assert (sink == -math.inf).all()
         indices = within(indices, topk_length)[None]
-        found = attend(query[None], key_value[None], indices, softmax_scale)
-        torch.testing.assert_close(lse, found.lse[0])
-        torch.testing.assert_close(out, found.out[0])
+        result = attend(query[None], key_value[None], indices, softmax_scale)
+        torch.testing.assert_close(lse, result.lse[0])
+        torch.testing.assert_close(out, result.out[0])
         both = gradients(query[None], key_value[None], indices, softmax_scale, grad[None])
         return {name: each[0] for name, each in zip(("dq", "dkv"), both, strict=True)}
 
@@ -96,14 +96,14 @@ def elsewhere(monkeypatch):
 
 
 def anew(monkeypatch):
-    """Look for the projects again."""
+    """Reset the search for projects."""
     fresh = {name: Project(project.modules, project.calls) for name, project in PROJECTS.items()}
     monkeypatch.setattr(rivals, "PROJECTS", fresh)
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """What is timed, in order, and behind what; each takes 2 ms with warm caches and 4 with cold ones."""
+    """Record the timed calls and the calls before them; a call takes 2 ms warm, or 4 ms cold."""
     calls = []
 
     def seconds(call, rounds, before=None):
@@ -121,15 +121,15 @@ def compared(**options):
 
 @pytest.mark.parametrize("options", KINDS)
 def test_everybody_gets_the_same_problem(options, elsewhere, timed):
-    found = compared(**options)
+    result = compared(**options)
     full = "full" in options
     behind = "its rows see no keys behind them"
-    assert set(found["forward"]) == {"ours", "flash_mla", "tilelang", "tilelang_pipelined"}
-    assert set(found["backward"]) == {"ours", "cudnn"} | (set() if full else {"tilelang"})
-    assert (found["forward"].pop("tilelang") == behind) == full
+    assert set(result["forward"]) == {"ours", "flash_mla", "tilelang", "tilelang_pipelined"}
+    assert set(result["backward"]) == {"ours", "cudnn"} | (set() if full else {"tilelang"})
+    assert (result["forward"].pop("tilelang") == behind) == full
     pairs = 24 * 8 if full else 24 * 8 - 7 * 8 // 2
     for direction, width in {"forward": 576 + 512, "backward": 3 * 576 + 2 * 512}.items():
-        for project, row in found[direction].items():
+        for project, row in result[direction].items():
             assert row["ms"] == 2, (direction, project, row)
             assert row["cold_ms"] == 4
             assert row["tflops"] == pytest.approx(2 * 2 * pairs * width / 2e-3 / 1e12)
@@ -152,16 +152,16 @@ def test_what_is_wrong_is_not_timed(elsewhere, timed, monkeypatch):
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(elsewhere.sparse_mla_fwd_pipelined, "sparse_mla_fwd_interface", broken)
-    found = compared()
-    assert found["backward"]["tilelang"] == "differs from ours by 1.0e-01: nothing is timed"
-    assert found["forward"]["flash_mla"] == "differs from ours by nan: nothing is timed"
-    assert found["forward"]["tilelang_pipelined"] == "RuntimeError: an illegal memory access"
-    assert {name for name, row in found["forward"].items() if not isinstance(row, str)} == {
+    result = compared()
+    assert result["backward"]["tilelang"] == "differs from ours by 1.0e-01: nothing is timed"
+    assert result["forward"]["flash_mla"] == "differs from ours by nan: nothing is timed"
+    assert result["forward"]["tilelang_pipelined"] == "RuntimeError: an illegal memory access"
+    assert {name for name, row in result["forward"].items() if not isinstance(row, str)} == {
         "ours",
         "tilelang",
     }
-    assert {name for name, row in found["backward"].items() if not isinstance(row, str)} == {"ours", "cudnn"}
-    # Once, with warm caches and with cold ones.
+    assert {name for name, row in result["backward"].items() if not isinstance(row, str)} == {"ours", "cudnn"}
+    # Each is timed once with warm caches, and once with cold ones.
     assert len(timed) == 3 * 4
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of selections on tiny problems: every metric is there, and shares are counted right."""
+"""The benchmark of selections, on tiny problems, reports every metric and counts shares correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn selections: keys that rows may choose, and as many that neighbours share as asked for."""
+"""Drawn selections: only visible keys, of which neighbours share the requested part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rows_by_themselves_share_what_chance_gives():
     found = shared_with(draw(ROWS, TOPK)[0])
     chance = TOPK / torch.arange(2 * TOPK, ROWS)
     assert found[2 * TOPK - 1 :].mean() == pytest.approx(float(chance.mean()), abs=0.01)
-    # And no less is possible.
+    # Less is not possible.
     few = shared_with(draw(ROWS, TOPK, shared=0.01, full=True)[0])
     assert few.mean() == pytest.approx(TOPK / ROWS, abs=0.005)
 

@@ -1,4 +1,4 @@
-"""The benchmark of small operators on a model too small to say anything: every metric is there."""
+"""The benchmark of small operators, on a tiny model, reports every metric."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ third_party.or_skip("megatron.core")
 def test_every_metric_is_measured():
     from benchmarks import small_operators
 
-    found = small_operators.run("cpu", quick=True)
-    json.dumps(found)
-    assert found["failed"] == []
+    result = small_operators.run("cpu", quick=True)
+    json.dumps(result)
+    assert result["failed"] == []
     for metric in ("dispatches_per_layer", "host_us_per_layer"):
-        figures = found[metric]["small"]
+        figures = result[metric]["small"]
         assert figures["ratio"] == pytest.approx(figures["ours"] / figures["stock"])
         assert figures["ours"] > 0
-    assert found["dispatches_per_layer"]["small"]["ratio"] < 0.75
-    assert found["saved_bytes_ratio"]["small"] <= 1
-    assert found["graph_breaks"]["small"] == found["recompilations"]["small"] == 0
-    assert found["regions"]["small"]
+    assert result["dispatches_per_layer"]["small"]["ratio"] < 0.75
+    assert result["saved_bytes_ratio"]["small"] <= 1
+    assert result["graph_breaks"]["small"] == result["recompilations"]["small"] == 0
+    assert result["regions"]["small"]
 
 
 def test_launches_are_operators_that_do_the_work():
@@ -40,5 +40,5 @@ def test_launches_are_operators_that_do_the_work():
         torch.relu(linear(states)).view(-1).sum()
         torch.einsum("ab,cb->ac", states, states).to(torch.bfloat16)
     names = [event.name for event in profile.function_events if is_launch(event)]
-    # Not linear and einsum, which call these; not the views and copies inside of them.
+    # linear and einsum only call these; the views and copies inside them do not count.
     assert names == ["aten::addmm", "aten::relu", "aten::sum", "aten::bmm", "aten::_to_copy"]

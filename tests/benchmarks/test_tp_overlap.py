@@ -1,4 +1,4 @@
-"""The link bed, and how its measurements become metrics."""
+"""The link bed, and the conversion of its measurements into metrics."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ def test_metrics():
     }
     over_loopback = {"stock": 50.0, "overlapped": 51.0, "2": 60.0, "4": 45.0, "8": 50.0}
     fast = {"pair": {"milliseconds": over_loopback, "chunks": {}}, "deviation": 2e-8}
-    found = metrics("2gbit", slow, fast, {"step_time_ratio": 0.9})
-    json.dumps(found)
-    assert found["hidden_fraction"]["row"] == {"forward": pytest.approx(0.8), "backward": pytest.approx(0.5)}
-    assert found["hidden_fraction_stock"]["column"]["forward"] == 0
-    assert found["hidden_fraction_fixed"]["8"]["column"]["backward"] == 1
-    assert found["transfer_in_chunks"]["row"]["forward"] == pytest.approx(0.8)
-    assert found["hidden_fraction_of_chunks"]["row"]["forward"] == pytest.approx((48 + 50 - 70) / 48)
-    assert found["layer_speedup"] == pytest.approx(110 / 70)
-    assert found["loopback_ratio"] == pytest.approx(1.02)
-    assert found["loopback_ratio_fixed"]["4"] == pytest.approx(0.9)
-    assert found["reduce_scatter_gain"] == 2
-    assert found["milliseconds_reduce_scatter"] == {"torch": 4000, "platform": 2000}
-    assert found["transfer_over_matmul"]["row"]["forward"] == pytest.approx(1.2)
-    assert found["transfer_over_matmul_pair"] == pytest.approx(1.2)
-    assert found["correctness_deviation"] == 2e-8
+    result = metrics("2gbit", slow, fast, {"step_time_ratio": 0.9})
+    json.dumps(result)
+    assert result["hidden_fraction"]["row"] == {"forward": pytest.approx(0.8), "backward": pytest.approx(0.5)}
+    assert result["hidden_fraction_stock"]["column"]["forward"] == 0
+    assert result["hidden_fraction_fixed"]["8"]["column"]["backward"] == 1
+    assert result["transfer_in_chunks"]["row"]["forward"] == pytest.approx(0.8)
+    assert result["hidden_fraction_of_chunks"]["row"]["forward"] == pytest.approx((48 + 50 - 70) / 48)
+    assert result["layer_speedup"] == pytest.approx(110 / 70)
+    assert result["loopback_ratio"] == pytest.approx(1.02)
+    assert result["loopback_ratio_fixed"]["4"] == pytest.approx(0.9)
+    assert result["reduce_scatter_gain"] == 2
+    assert result["milliseconds_reduce_scatter"] == {"torch": 4000, "platform": 2000}
+    assert result["transfer_over_matmul"]["row"]["forward"] == pytest.approx(1.2)
+    assert result["transfer_over_matmul_pair"] == pytest.approx(1.2)
+    assert result["correctness_deviation"] == 2e-8
 
 
 def where(fail=None):
-    """Rank, sum over ranks, cores, and whether one rank sees another network device than loopback."""
+    """Return the rank, a sum over ranks, the cores, the threads, and the network devices."""
     import socket
 
     import torch
@@ -104,7 +104,7 @@ def test_ranks_over_loopback():
 
 @pytest.mark.full
 def test_ranks_over_links():
-    """Where links can be had they are used and removed again; elsewhere the message says what is missing."""
+    """Available links are used and removed again; otherwise the message names the missing part."""
     possible = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
     if possible:
         with LinkBed(3, "400mbit", cores=[0, 0, 0]) as bed:

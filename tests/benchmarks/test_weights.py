@@ -1,4 +1,4 @@
-"""The benchmark of weights on a model too small to say anything: every metric is there."""
+"""The benchmark of weights, on a tiny model, reports every metric."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ third_party.or_skip("megatron.core")
 def test_every_metric_is_measured() -> None:
     from benchmarks import weights
 
-    found = weights.run("cpu", quick=True)
-    json.dumps(found)
+    figures = weights.run("cpu", quick=True)
+    json.dumps(figures)
     for metric in ("import_rate_over_copy", "export_rate_over_copy", "resident_over_largest_tensor"):
-        assert all(found[metric][kind] > 0 for kind in ("bf16", "fp8"))
+        assert all(figures[metric][kind] > 0 for kind in ("bf16", "fp8"))
 
 
 def test_files_that_come_back_otherwise_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``python -m tests.combinations [--draws 50] [--seed 0] [--json FILE]``: counts of how random jobs end."""
+"""``python -m tests.combinations [--draws 50] [--seed 0] [--json FILE]``: outcomes of random jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.combinations.play import play
 
 
 def main() -> int:
-    """Play draws until so many had a job to train; 1 if any was different, hung or ended in a traceback."""
+    """Play draws until enough had a job to train; return 1 if any differed, hung or raised."""
     parser = argparse.ArgumentParser(prog="python -m tests.combinations", description=__doc__)
     parser.add_argument("--draws", type=int, default=50, help="combinations whose plain job trains")
     parser.add_argument("--seed", type=int, default=0)

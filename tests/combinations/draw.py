@@ -1,4 +1,4 @@
-"""Random jobs of ``examples/pretrain_dsa.py``: what is drawn, and from what."""
+"""Random jobs of ``examples/pretrain_dsa.py``, and the options that they are drawn from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
         f"--tensor-model-parallel-size 2 {_SPREAD}",
     ),
 }
-"""Name of a layout -> its ranks and its flags."""
+"""Name of a layout -> number of ranks, and flags."""
 
 MODELS = (
     "",
@@ -51,7 +51,7 @@ MODELS = (
     "--hidden-dropout 0.1",
     "--seq-length 61",  # which layouts pad
 )
-"""What changes the numbers, and is therefore the same in all jobs of a draw."""
+"""Flags that change the numbers, and are therefore equal in all jobs of a draw."""
 
 FEATURES: dict[str, str] = {
     "--no-use-fused-dsa": "",
@@ -95,7 +95,9 @@ FEATURES: dict[str, str] = {
     "--cp-keep-gathered": "CP",
     "--cp-block-rows 8": "CP",
 }
-"""What must not change them -> where it can act: a part of a layout's name, a dtype, or a kind of model."""
+"""Features that must not change the numbers -> place where each can act: a part of a layout's name, a dtype,
+or a kind of model.
+"""
 
 MORE_FEATURES: dict[str, str] = {
     "--context-parallel-algo kvallgather_cp_algo": "CP",
@@ -111,8 +113,9 @@ MORE_FEATURES: dict[str, str] = {
     "--split-backward": "PP",
     "--trace-schedule FOLDER/schedule.json": "VPP",
 }
-"""Features that are only paired: they change where nothing else does, are another schedule of a pipeline, or
-only watch, in a FOLDER."""
+"""Features that appear only in pairs: ones that change a part which no other row changes, other pipeline
+schedules, and ones that only watch and write to a FOLDER.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,11 @@ class Draw:
     """One random combination.
 
     Attributes:
-        layout: the first job's, of :data:`LAYOUTS`.
-        resumed: the layout in which it is continued.
+        layout: layout of the first job, a key of :data:`LAYOUTS`.
+        resumed: layout of the resumed job.
         dtype: ``fp32`` or ``bf16``.
-        model: flags that all three jobs have.
-        features: those of the second, and of the one that is continued from it.
+        model: flags of all three jobs.
+        features: flags of the second job, and of the job resumed from it.
     """
 
     layout: str
@@ -135,26 +138,26 @@ class Draw:
 
     @property
     def other_masks(self) -> bool:
-        """Return whether the job that is continued draws other masks of dropout than the one that went on."""
+        """Whether the resumed job draws other dropout masks than the uninterrupted one."""
         return "dropout" in self.model and self.resumed != self.layout
 
     def start(self) -> list[str]:
-        """Return the flags of the job that writes the first weights: Megatron draws others in each layout."""
+        """Return the flags of the job that writes the first weights; Megatron draws others by layout."""
         return [*MODEL, *self.model.split(), "--train-iters", "0"]
 
     @property
     def dealt(self) -> tuple[str, ...]:
-        """Return features that deal rows to ranks, and so to their masks of dropout, otherwise than Megatron.
+        """Features that distribute rows, and thus dropout masks, over ranks unlike Megatron.
 
-        Jobs without features have them as well: from Megatron's deal, rows in blocks of 8 are 0.89 of what is
-        allowed with dropout, and a thousandth without.
+        Jobs without features get these flags as well. Otherwise, blocks of 8 rows differ from Megatron's rows
+        by 0.89 of the tolerance with dropout, and by a thousandth without.
         """
         if "dropout" not in self.model:
             return ()
         return tuple(each for each in self.features if each.startswith("--cp-block-rows"))
 
     def argv(self, layout: str, features: bool) -> list[str]:
-        """Return the flags of a job in this layout; one that is continued leaves out what does not fit it."""
+        """Return a job's flags in a layout; a resumed job omits features that do not fit its layout."""
         words = [*MODEL, *LAYOUTS[layout][1].split(), *self.model.split()]
         if self.dtype == "bf16":
             words.append("--bf16")
@@ -184,16 +187,16 @@ def fits(feature: str, layout: str, dtype: str, model: str) -> bool:
 
 
 def draws(seed: int, count: int) -> list[Draw]:
-    """Draw combinations of two to five features, most of which fit the layout; one seed gives one list."""
+    """Draw combinations of two to five features, most of which fit the layout; a seed fixes the list."""
     dice = random.Random(seed)
-    found: list[Draw] = []
-    while len(found) < count:
+    result: list[Draw] = []
+    while len(result) < count:
         layout, resumed = dice.choice(list(LAYOUTS)), dice.choice(list(LAYOUTS))
         dtype, model = dice.choice(("fp32", "bf16")), dice.choice(MODELS)
         fitting = [feature for feature in FEATURES if fits(feature, layout, dtype, model)]
         pool = list(FEATURES) if dice.random() < 0.15 else fitting
-        chosen = dice.sample(pool, dice.randint(2, 5))
-        flags = [word for feature in chosen for word in feature.split() if word.startswith("--")]
+        selected = dice.sample(pool, dice.randint(2, 5))
+        flags = [word for feature in selected for word in feature.split() if word.startswith("--")]
         if len(set(flags)) == len(flags):  # else one flag has two values
-            found.append(Draw(layout, resumed, dtype, model, tuple(chosen)))
-    return found
+            result.append(Draw(layout, resumed, dtype, model, tuple(selected)))
+    return result

@@ -1,10 +1,10 @@
-"""Plays a draw: the job without features, with them, and continued from its middle in another layout.
+"""Plays a draw: the job without features, with them, and resumed from its middle in another layout.
 
-What is continued is compared with the job that went on. With dropout that holds in one layout only: each rank
-draws its masks from a state of its own, and Megatron loads no states into a layout of other ranks. So a job
-without features is continued in the other layout as well, from its own middle, and compared with instead: in
-fp32, from PP2 x EP2 in CP2, it is 1.67 of what is allowed from the job that went on, and from the one with
-features a thousandth.
+The resumed job is compared with the uninterrupted one. With dropout this holds in one layout only: each rank
+draws masks from its own generator state, and Megatron loads no states into a layout of other ranks. There, a
+job without features is resumed in the other layout as well, from its own middle, and is the reference. In
+fp32, from PP2 x EP2 to CP2, it differs from the uninterrupted job by 1.67 of the tolerance, and from the
+resumed job with features by a thousandth.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from tests.support.ports import free_port
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "pretrain_dsa.py")
 TOLERANCE = {"lm_loss": 1e-3, "grad_norm": 2e-2, "indexer_loss": 5e-2}
-"""Largest relative difference in fp32, four times that in bf16: above what one other choice of a key or an
-expert does to so small a model, below what a lost microbatch (an eighth) or a wrong scale does."""
+"""Largest relative difference in fp32; bf16 allows four times as much. The bounds are above the effect of one
+other choice of a key or an expert in so small a model. They are below the effect of a lost microbatch (an
+eighth) or of a wrong scale.
+"""
 SECONDS = 280.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a draw ended.
+    """Outcome of a draw.
 
     Attributes:
-        verdict: ``same``, ``refused``, ``different``, ``traceback``, ``hang``, or ``no job`` where the
-            layout and the model do not even fit without features.
+        verdict: ``same``, ``refused``, ``different``, ``traceback``, ``hang``, or ``no job`` if layout and
+            model do not fit even without features.
         stage: ``plain``, ``features`` or ``resumed``.
-        detail: the message of a refusal, the last lines of an error, or the largest difference.
+        detail: message of a refusal, last lines of an error, or largest difference.
     """
 
     verdict: str
@@ -57,7 +59,7 @@ class Ended(Exception):
 
 
 def play(draw: Draw, folder: Path) -> Outcome:
-    """Run the three jobs of a draw below ``folder``, which is removed if all is well."""
+    """Run the three jobs of a draw below ``folder``, which is removed on success."""
     folder.mkdir(parents=True, exist_ok=True)
     stage = "plain"
     try:
@@ -88,16 +90,16 @@ def play(draw: Draw, folder: Path) -> Outcome:
 
 
 def _resume(draw: Draw, run: Path, output: Path, features: bool) -> list[dict[str, Any]]:
-    """Continue a run of a draw from its second step in the other layout; return its records of steps."""
+    """Resume a run from its second step in the other layout; return the records of its steps."""
     load = ["--load", str(run / "checkpoints"), "--ckpt-step", "2", "--no-save"]
     return train(draw.argv(draw.resumed, features=features), LAYOUTS[draw.resumed][0], output, load)
 
 
 def train(argv: Sequence[str], ranks: int, output: Path, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Run one job on so many ranks and return its records of steps.
+    """Run one job on ``ranks`` ranks and return the records of its steps.
 
     Raises:
-        Ended: it was refused, failed, or did not end in time.
+        Ended: the job was refused, failed, or did not end in time.
     """
     cache = str(output.parent / "data-cache")
     command = [sys.executable, SCRIPT, *argv, "--output-dir", str(output), "--data-cache-path", cache, *more]
@@ -132,7 +134,7 @@ def train(argv: Sequence[str], ranks: int, output: Path, more: Sequence[str]) ->
 
 
 def judged(codes: Sequence[int], texts: Sequence[str]) -> Ended:
-    """Tell a refusal, which every rank ends with code 2 and rank 0 alone explains, from an error."""
+    """Tell a refusal from an error: all ranks exit with code 2, and only rank 0 explains."""
     refused = all(code == 2 for code in codes) and not any("Traceback" in text for text in texts)
     if refused:
         _, found, said = texts[0].partition("pretrain_dsa.py:")
@@ -143,7 +145,7 @@ def judged(codes: Sequence[int], texts: Sequence[str]) -> Ended:
 
 
 def deviation(expected: Sequence[dict[str, Any]], actual: Sequence[dict[str, Any]], dtype: str) -> float:
-    """Return the largest difference of losses and gradient norms, as a share of what is allowed."""
+    """Return the largest difference of losses and gradient norms, relative to the tolerance."""
     if [record["step"] for record in expected] != [record["step"] for record in actual] or not expected:
         return math.inf
     worst = 0.0

@@ -1,4 +1,4 @@
-"""The generator of random jobs: that it tells right from wrong, and a few of its draws."""
+"""The generator of random jobs: its verdicts on right and wrong jobs, and a few of its draws."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_only_one_message_and_no_traceback_is_a_refusal(codes, texts, verdict):
 
 
 def test_one_seed_gives_one_list_without_a_flag_twice():
-    found = draws(3, 40)
-    assert found == draws(3, 40)
-    assert found != draws(4, 40)
-    for draw in found:
+    result = draws(3, 40)
+    assert result == draws(3, 40)
+    assert result != draws(4, 40)
+    for draw in result:
         words = [word for feature in draw.features for word in feature.split() if word.startswith("--")]
         assert len(words) == len(set(words))
         assert 2 <= len(draw.features) <= 5
@@ -97,7 +97,7 @@ def test_what_is_continued_is_compared_with_what_has_the_same_masks(
             assert more[:2] == ["--load", str(tmp_path / "draw" / run / "checkpoints")]
             assert output.name == "resumed" or "--recompute-norm" not in argv
         if f"{output.name}-resumed" == reference:
-            assert "--no-save" not in more  # else there is nothing to continue
+            assert "--no-save" not in more  # otherwise there is nothing to resume
         records = STEPS
         if output.name == changes:
             records = [{**record, "grad_norm": 2 * record["grad_norm"]} for record in STEPS]

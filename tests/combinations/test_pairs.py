@@ -1,4 +1,4 @@
-"""The table of pairs of features: none is unaccounted for, and those that are together train like neither."""
+"""The table of feature pairs: it covers every pair, and combined features train as without them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TABLE = Table.kept()
 
 
 def test_every_feature_that_one_switches_on_has_a_row():
-    known = {flag for row in ROWS for flag in flags_of(row)}
+    row_flags = {flag for row in ROWS for flag in flags_of(row)}
     lacking = {
         feature.name
         for feature in features.all_features()
         if any(not flag.megatron for flag in feature.flags)
         and not feature.name.startswith(("dsa-", "mtp-"))
-        and not any({flag.name, f"--no-{flag.name[2:]}"} & known for flag in feature.flags)
+        and not any({flag.name, f"--no-{flag.name[2:]}"} & row_flags for flag in feature.flags)
     }
     assert lacking == NOT_PAIRED.keys()
 
@@ -51,7 +51,7 @@ def test_no_job_is_refused():
 
 @pytest.fixture(scope="module")
 def jobs_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Records of jobs without features, and weights to start from, by their flags."""
+    """Return records of jobs without features, and their first weights, by the jobs' flags."""
     return {"folder": tmp_path_factory.mktemp("plain")}
 
 

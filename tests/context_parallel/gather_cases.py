@@ -1,4 +1,4 @@
-"""Cases for process groups: gathered rows, their gradients, and what is in memory meanwhile."""
+"""Process group cases: gathered rows, their gradients, and the memory in use meanwhile."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LENGTH, BATCH, WIDTH = 48, 2, 3
 
 
 def gathered(tensor_ranks: int = 1, block_rows: int = 0, dtype: str = "float64", freed: bool = False) -> Any:
-    """Facts about one gather whose gradient is another one on each rank.
+    """Check one gather with a gradient that differs between ranks.
 
     Returns:
-        What each comparison says, and the number of runs of each member.
+        Result of each comparison, and the number of runs of each member.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     layout = Zigzag(world // tensor_ranks, block_rows)
@@ -40,7 +40,7 @@ def gathered(tensor_ranks: int = 1, block_rows: int = 0, dtype: str = "float64",
 
 
 def summed_over_context_ranks() -> list[bool]:
-    """Two tensor parallel ranks that compute the same from what four have gathered."""
+    """Return whether two tensor parallel ranks with equal gradients of four ranks' rows count once."""
     world, rank = dist.get_world_size(), dist.get_rank()
     context = [dist.new_group([tensor, tensor + 2]) for tensor in (0, 1)][rank % 2]
     members = Members.of(dist.group.WORLD, Zigzag(2), LENGTH)
@@ -51,7 +51,7 @@ def summed_over_context_ranks() -> list[bool]:
 
 
 def sum_of_narrow_parts(with_receiver: bool) -> float:
-    """The gradient of bfloat16 rows of which two ranks have parts that cancel but for what bfloat16 drops."""
+    """Return a bfloat16 row's gradient: the parts of two ranks cancel but for bits that bfloat16 drops."""
     members = Members.of(dist.group.WORLD, Zigzag(2), LENGTH)
     local = torch.ones(LENGTH // 2, dtype=torch.bfloat16, requires_grad=True)
     whole, receiver = GatheredRows(local, members).wait_with_receiver()
@@ -63,7 +63,7 @@ def sum_of_narrow_parts(with_receiver: bool) -> float:
 
 
 def order_of_backward() -> list[str]:
-    """What happens in backward, where forward has a product between start and wait."""
+    """Return the events of backward in order, when forward has a product between start and wait."""
     from mindspeed_dsa.context_parallel import gather
 
     events: list[str] = []
@@ -93,7 +93,7 @@ def order_of_backward() -> list[str]:
 
 
 def rolled_rows(block_rows: int) -> bool:
-    """Whether every row got the next one of the sequence, as Megatron moves a whole one."""
+    """Return whether every row got the next row of the sequence, as when Megatron rolls a whole one."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     from mindspeed_dsa.context_parallel.layout import rolled, split

@@ -1,4 +1,4 @@
-"""Names of algorithms: MindSpeed's, Megatron's, a user's; contradictions are one message each."""
+"""Names of algorithms: MindSpeed's, Megatron's, and a user's; each contradiction is one message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(ranks=4, **given):
 @pytest.mark.parametrize(("mindspeeds", "megatrons"), COMM_TYPES.items())
 @pytest.mark.parametrize("default", [None, ["p2p"]])
 def test_both_names_say_the_same(mindspeeds, megatrons, default):
-    """Megatron-LM's parser fills in p2p where nobody said anything."""
+    """Megatron-LM's parser fills in p2p if no algorithm was passed."""
     ours = Algorithms.of(arguments(context_parallel_algo=mindspeeds, cp_comm_type=default))
     theirs = Algorithms.of(arguments(cp_comm_type=[megatrons]))
     assert ours == theirs == Algorithms(4, (megatrons,))

@@ -1,4 +1,4 @@
-"""Rows of all ranks in the order of the sequence, and gradients added up over ranks."""
+"""Rows of all ranks in the order of the sequence, and gradients summed over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = "tests.context_parallel.gather_cases"
         (4, {"tensor_ranks": 2}, 1),  # each has a part of one chunk
         pytest.param(
             4, {"block_rows": 2, "freed": True}, 0, marks=pytest.mark.full
-        ),  # put in order once they are here
+        ),  # reordered after they arrive
         pytest.param(3, {"tensor_ranks": 3}, 1, marks=pytest.mark.full),
         (2, {"dtype": "bfloat16"}, 2),
     ],

@@ -1,4 +1,4 @@
-"""Rows of ranks against Megatron's own slicing, and the work that they cost."""
+"""Rows of ranks compared with Megatron's own slicing, and the balance of their work."""
 
 from __future__ import annotations
 

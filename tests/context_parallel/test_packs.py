@@ -1,4 +1,4 @@
-"""Rows of packs on context parallel ranks: any pack, evenly many, and equal work."""
+"""Rows of packs on context parallel ranks: any pack, the same number of rows, and equal work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_row_has_one_rank_and_every_rank_as_many_rows(ranks):
 @pytest.mark.parametrize("mean", [1024.0, 8192.0, 32768.0])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_have_equal_work(mean, ranks):
-    """Pairs of the indexer and of the attention over 2048 keys, of the heaviest rank and on average."""
+    """Compares the heaviest rank with the mean: pairs of the indexer, and of attention to 2048 keys."""
     for seed in range(3):
         pack = pack_of(lognormal(mean, 65536, seed))
         seen = (pack.ends - pack.starts)[rows_of_all(BalancedBlocks(ranks, pack), pack.length)].double()
@@ -48,7 +48,7 @@ def test_ranks_have_equal_work(mean, ranks):
 
 
 def test_documents_cut_by_transformer_engine():
-    """Chunks ``r`` and ``2c - 1 - r`` of each document, as its ``thd_get_partitioned_indices`` has them."""
+    """Rank r has chunks ``r`` and ``2c - 1 - r`` of each document, as ``thd_get_partitioned_indices``."""
     params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8, 12]))
     layout = layout_of(params, pack_of((8, 4)), 2)
     assert [layout.rows_of_rank(rank, 12).tolist() for rank in (0, 1)] == [

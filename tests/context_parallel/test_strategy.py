@@ -1,4 +1,4 @@
-"""Strategies attend as one rank does; that of the page is run as it is written there."""
+"""Strategies attend as one rank does; the strategy on the page runs as it is written there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mindspeed_dsa.context_parallel.gather import KeyGather
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.context_parallel.strategy import Exchanged
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 LENGTH, BATCH, HEADS, DIM, VALUE_DIM = 24, 2, 2, 4, 3
 
 
 def inner(given: Exchanged) -> Tensor:
-    """Masked softmax."""
+    """Compute attention with a masked softmax."""
     rows = torch.arange(given.query.size(0)) if given.positions is None else given.positions
     scores = torch.einsum("sbhd,tbhd->bhst", given.query, given.key)
     hidden = torch.arange(given.key.size(0)) > rows[:, None]
@@ -30,12 +30,12 @@ def inner(given: Exchanged) -> Tensor:
 
 
 def attended(block_rows: int = 0, code: str = "", name: str = "") -> dict[str, float]:
-    """Largest relative differences of the output and of all gradients.
+    """Return the largest relative differences of the output and of all gradients.
 
     Args:
-        block_rows: of the layout.
-        code: defines and registers a strategy; default: gathered keys.
-        name: under which it is registered.
+        block_rows: number of rows in a block of the layout.
+        code: code that defines and registers a strategy; empty for gathered keys.
+        name: name under which the code registers it.
     """
     make = KeyGather
     if code:

@@ -1,4 +1,4 @@
-"""The page that writes a strategy of one's own: its code trains as one rank does."""
+"""The page about writing a strategy: its code trains as one rank does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def page_code() -> str:
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A step under the page's strategy; runs in the pool's workers."""
+    """Run a step with the page's strategy, in the pool's workers."""
     from mindspeed_dsa.context_parallel import algorithms
 
     namespace: dict[str, Any] = {"__name__": "page"}
@@ -57,5 +57,5 @@ def test_the_page_trains_as_one_rank(pool, attention):
     found = dense_model.in_one_group(ranks, cp=2, tp=1)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
     job.assert_same_gradients(found["gradients"], expected["gradients"], rtol=1e-5)
-    # Two layers and microbatches: a whole sequence, one of the two, all heads.
+    # Two layers times two microbatches; each call has a whole sequence, one sample, and all heads.
     assert all(rank["attended"] == [(dense_model.SEQUENCE, 1, dense_model.HEADS)] * 4 for rank in ranks)

@@ -1,6 +1,6 @@
-"""Pages in Chinese say what the English ones say: the same commands in the same order, flags, messages.
+"""Pages in Chinese match the English ones: the same commands in the same order, flags, messages.
 
-Generated tables are the generator's (`test_records.py` finds stale ones); the rest is written by hand.
+The generator writes the tables (`test_records.py` finds stale ones); the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pair(name: str) -> tuple[str, str]:
 
 
 def commands(page: str) -> list[tuple[str, list[str]]]:
-    """Return the blocks of code, without comments, which are translated."""
+    """Return the blocks of code, without comments, as these are translated."""
     blocks = []
     for language, code in BLOCK.findall(page):
         lines = [re.sub(r"\s*(?<![\w$])# .*$", "", line).rstrip() for line in code.splitlines()]
@@ -49,32 +49,34 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
 
 
 def names(page: str) -> list[frozenset[str]]:
-    """Return flags and variables by section, outside of blocks of code."""
+    """Return the flags and variables of each section, outside of blocks of code."""
     return [
         frozenset(NAMES.findall(section)) for section in re.split(r"^## ", BLOCK.sub("", page), flags=re.M)
     ]
 
 
 def first_cells(page: str) -> list[list[str]]:
-    """Return what stands as code in the first cell of each row of a table: messages, names, commands."""
+    """Return the code in the first cell of each table row: messages, names, commands."""
     rows = re.findall(r"^\| ((?:`[^`]*`|[^|`])*) \|", BLOCK.sub("", page), flags=re.M)
     return [re.findall(r"`([^`]*)`", row) for row in rows]
 
 
 def differences(english: str, chinese: str) -> list[str]:
-    """Say what one page has and the other has not."""
-    found = []
+    """Return the differences between two pages."""
+    result = []
     blocks = zip_longest(commands(english), commands(chinese))
-    found += [
-        f"block {at}: {ours} and {theirs}" for at, (ours, theirs) in enumerate(blocks) if ours != theirs
+    result += [
+        f"block {index}: {ours} and {theirs}" for index, (ours, theirs) in enumerate(blocks) if ours != theirs
     ]
     rows = zip_longest(first_cells(english), first_cells(chinese))
-    found += [f"row {at}: {ours} and {theirs}" for at, (ours, theirs) in enumerate(rows) if ours != theirs]
+    result += [
+        f"row {index}: {ours} and {theirs}" for index, (ours, theirs) in enumerate(rows) if ours != theirs
+    ]
     sections = zip_longest(names(english), names(chinese), fillvalue=frozenset({"(no section)"}))
-    for at, (ours, theirs) in enumerate(sections):
+    for index, (ours, theirs) in enumerate(sections):
         if ours != theirs:
-            found.append(f"section {at}: {sorted(ours - theirs)} and {sorted(theirs - ours)}")
-    return found
+            result.append(f"section {index}: {sorted(ours - theirs)} and {sorted(theirs - ours)}")
+    return result
 
 
 @pytest.mark.parametrize("name", ENGLISH)
@@ -107,7 +109,7 @@ def test_each_page_links_to_the_other(name):
 
 
 def test_every_page_for_users_is_there_in_chinese():
-    """And no other; all of them are linked on the first page in Chinese."""
+    """There is no other page in Chinese, and the first one links to all of them."""
     folder = ROOT / "docs" / "zh"
     assert {page.name for page in folder.glob("*.md")} == set(ENGLISH)
     assert {f"docs/{name}" for name in listed_first()} <= set(ENGLISH.values())
@@ -117,7 +119,7 @@ def test_every_page_for_users_is_there_in_chinese():
 
 @pytest.mark.parametrize("name", ENGLISH)
 def test_links_stay_in_chinese(name):
-    """Where the page that is linked is there in Chinese."""
+    """Links lead to pages in Chinese wherever these exist."""
     page = ROOT / "docs" / "zh" / name
     english = {(ROOT / there).resolve() for there in ENGLISH.values()} - {(ROOT / ENGLISH[name]).resolve()}
     linked = {

@@ -34,7 +34,7 @@ ROWS = (
 
 @pytest.fixture(autouse=True)
 def one_feature(monkeypatch, tmp_path):
-    """One feature of our own, whose record is made from the unchanged files."""
+    """Declare a single feature, with a record made from the unchanged files."""
     monkeypatch.setattr(
         "mindspeed_dsa.tools.cli.diff.everything", lambda: (Feature("f", "does f", patches=ROWS),)
     )
@@ -56,11 +56,11 @@ def states(found):
 
 
 def test_unchanged_checkout(tmp_path, capsys):
-    status, found = diff(capsys, write(tmp_path / "checkout", FILES))
+    status, result = diff(capsys, write(tmp_path / "checkout", FILES))
     assert status == 0
-    assert found["release"] == "0.16.1"
-    assert found["problems"] == []
-    assert states(found) == {
+    assert result["release"] == "0.16.1"
+    assert result["problems"] == []
+    assert states(result) == {
         "attend": "ok",
         "Layer.forward": "ok",
         "Layer.gone": "missing",
@@ -112,11 +112,11 @@ def test_fork_with_another_root_and_one_changed_function(tmp_path, capsys):
     fork["src/corp_megatron/core/a.py"] = fork["src/corp_megatron/core/a.py"].replace("@", "*")
     folder = write(tmp_path / "fork", fork)
     for named in (folder, folder / "src", folder / "src" / "corp_megatron"):
-        status, found = diff(capsys, named, "--root", "corp_megatron")
+        status, result = diff(capsys, named, "--root", "corp_megatron")
         assert status == 0
-        assert states(found)["attend"] == "changed"
-        assert states(found)["Layer.forward"] == "ok"
-        (message,) = found["features"][0]["sites"][0]["messages"]
+        assert states(result)["attend"] == "changed"
+        assert states(result)["Layer.forward"] == "ok"
+        (message,) = result["features"][0]["sites"][0]["messages"]
         assert message.startswith("your fork changed this function; this feature replaces it")
         assert "corp_megatron" in message
     status, message = diff(capsys, folder)
@@ -130,23 +130,23 @@ def test_required_target_that_is_gone_or_takes_other_parameters(tmp_path, capsys
     files = dict(FILES)
     files["megatron/core/a.py"] = "def attend(q, k): ...\n"
     files["megatron/core/b.py"] = "class Layer:\n    def forwards(self, x): ...\n"
-    status, found = diff(capsys, write(tmp_path / "new", files))
+    status, result = diff(capsys, write(tmp_path / "new", files))
     assert status == 1
-    assert states(found)["attend"] == "parameter"
-    assert states(found)["Layer.forward"] == "missing"
-    assert len(found["problems"]) == 2
-    assert "f: megatron.core.a:attend has no parameter query" in found["problems"][0]
-    assert "is it forwards now?" in found["problems"][1]
+    assert states(result)["attend"] == "parameter"
+    assert states(result)["Layer.forward"] == "missing"
+    assert len(result["problems"]) == 2
+    assert "f: megatron.core.a:attend has no parameter query" in result["problems"][0]
+    assert "is it forwards now?" in result["problems"][1]
 
 
 def test_feature_that_refuses_the_release_does_not_fail(tmp_path, capsys, monkeypatch):
     refusing = Feature("f", "does f", patches=ROWS, requires=Requires(versions={"megatron-core": ">=0.17"}))
     monkeypatch.setattr("mindspeed_dsa.tools.cli.diff.everything", lambda: (refusing,))
     files = {**FILES, "megatron/core/a.py": ""}
-    status, found = diff(capsys, write(tmp_path / "old", files))
+    status, result = diff(capsys, write(tmp_path / "old", files))
     assert status == 0
-    assert found["features"][0]["refused"] == "it needs megatron-core >=0.17"
-    assert states(found)["attend"] == "missing"
+    assert result["features"][0]["refused"] == "it needs megatron-core >=0.17"
+    assert states(result)["attend"] == "missing"
 
 
 def test_wheel_and_release(tmp_path, capsys, monkeypatch):
@@ -158,21 +158,21 @@ def test_wheel_and_release(tmp_path, capsys, monkeypatch):
             archive.write(tmp_path / "checkout" / name, name)
     monkeypatch.setattr("mindspeed_dsa.tools.compat.refresh.cache_folder", lambda: wheel.parent)
     for named in (wheel, "0.16.1"):
-        status, found = diff(capsys, named)
+        status, result = diff(capsys, named)
         assert status == 0
-        assert found["source"] == wheel.name
-        assert states(found)["attend"] == "ok"
+        assert result["source"] == wheel.name
+        assert states(result)["attend"] == "ok"
 
 
 def test_sources_that_do_not_say_their_release(tmp_path, capsys):
     files = {**FILES, "megatron/core/package_info.py": ""}
     folder = write(tmp_path / "checkout", files)
-    status, found = diff(capsys, folder)
-    assert found["release"] is None
+    status, result = diff(capsys, folder)
+    assert result["release"] is None
     assert status == 1, "without a release no range can be applied, and Layer.future is not there"
-    status, found = diff(capsys, folder, "--release", "0.16.1")
+    status, result = diff(capsys, folder, "--release", "0.16.1")
     assert status == 0
-    assert found["release"] == "0.16.1"
+    assert result["release"] == "0.16.1"
 
 
 @pytest.mark.parametrize("named", ["nonsense", Path(__file__)])
@@ -184,10 +184,10 @@ def test_what_is_no_source_is_refused(named, capsys):
 
 def test_installed_megatron_with_the_real_features(monkeypatch, capsys):
     monkeypatch.undo()
-    status, found = diff(capsys, "installed")
-    assert found["problems"] == []
+    status, result = diff(capsys, "installed")
+    assert result["problems"] == []
     assert status == 0
-    assert [row["name"] for row in found["features"]] == [feature.name for feature in everything()]
+    assert [row["name"] for row in result["features"]] == [feature.name for feature in everything()]
 
 
 def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):
@@ -199,9 +199,9 @@ def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):
     for file in fork.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace("megatron.core", "corp_megatron.core"), encoding="utf-8")
-    status, found = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
-    assert status == 0, found["problems"]
-    assert _changed(found) == []
+    status, result = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
+    assert status == 0, result["problems"]
+    assert _changed(result) == []
     module = fork / "models" / "common" / "language_module" / "language_module.py"
     text = module.read_text(encoding="utf-8")
     edited = text.replace(
@@ -209,9 +209,9 @@ def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):
     )
     assert edited != text
     module.write_text(edited, encoding="utf-8")
-    status, found = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
+    status, result = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
     assert status == 0, "drift is reported, it does not stop a feature"
-    assert _changed(found) == ["LanguageModule.__init__"]
+    assert _changed(result) == ["LanguageModule.__init__"]
 
 
 def _changed(found):

@@ -1,4 +1,4 @@
-"""Relative links in the documentation lead somewhere, to the heading that they name."""
+"""Relative links in the documentation lead to existing pages and headings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def headings(page: Path) -> frozenset[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """Return the links of a page that lead nowhere."""
+    """Return the broken links of a page."""
     wrong = []
     for path, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         target = page.parent / path if path else page

@@ -1,7 +1,7 @@
 """Commands on the pages: those that train nothing are parsed or run, and flags of training are checked.
 
-Flags go through what ``doctor -- pretrain_gpt.py FLAGS`` asks, with the defaults of each recorded release of
-Megatron-LM, on top of a small job for what a page leaves out.
+Flags go through ``doctor -- pretrain_gpt.py FLAGS`` with the defaults of each recorded release of
+Megatron-LM. A small job supplies the flags that a page leaves out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ARGS = re.compile(r'ARGS="([^"]*)"')
 
 
 def problems_of(flags: list[str]) -> list[str]:
-    """Return what ``doctor`` finds in flags of Megatron-LM's script, without patching anything."""
+    """Return ``doctor``'s problems with flags of Megatron-LM's script, without patching anything."""
     try:
         running = Session(*session.resolve({}, flags))
         parser = doctor_arguments.parser_of(running)
@@ -51,7 +51,7 @@ def problems_of(flags: list[str]) -> list[str]:
 
 @pytest.fixture(params=megatron_flags.releases())
 def release(request, monkeypatch):
-    """Let a recorded release of Megatron-LM be the one that is installed."""
+    """Make a recorded release of Megatron-LM appear to be installed."""
     monkeypatch.setattr(versions, "_written", lambda root: request.param)
     monkeypatch.setattr(megatron_flags, "add_installed", lambda parser, root: 1 / 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -64,7 +64,7 @@ def test_flags_of_pages_are_taken_or_refused_as_the_page_says(release):
 
 
 def test_a_flag_that_is_refused_by_default_would_be_found(release):
-    """As RoPE fusion was, and `--dsa-absorb`."""
+    """RoPE fusion and `--dsa-absorb` were cases."""
     assert problems_of([*JOB, *DSA, "--dsa-absorb"])
     assert any(
         "Transformer Engine" in each
@@ -86,16 +86,16 @@ def test_flags_of_the_example_job_are_its_own():
 
 OURS = beginning("python -m mindspeed_dsa", "torchrun --nproc-per-node 8 -m mindspeed_dsa")
 RUN = {"explain": (0,), "features": (0,), "plan": (0, 1)}
-"""Commands that need no file and take no time, with exit statuses: a plan that does not fit ends with 1."""
+"""Commands that need no file and little time, with exit statuses; 1 is for a plan that does not fit."""
 
 
 class Parsed(Exception):
-    """A command has read its command line."""
+    """Signal that a command has parsed its command line."""
 
 
 @pytest.fixture
 def is_taken(monkeypatch):
-    """Return a function that says whether a command's own parser takes words; the command does nothing."""
+    """Return a function that checks words with a command's own parser, and does nothing else."""
     within = []
     of = argparse.ArgumentParser
 

@@ -1,4 +1,4 @@
-"""Code that the pages name is there: paths, imports of examples, whole files."""
+"""Code that the pages name exists: paths, imports of examples, whole files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *(path for folder in ("docs", "examples", "mindspeed_dsa") for path in (ROOT / folder).rglob("*.md")),
     )
-    if path.name != "CHANGELOG.md"  # what it names was there then
+    if path.name != "CHANGELOG.md"  # it names files of earlier versions
 )
 TOP = ("mindspeed_dsa", "tests", "docs", "benchmarks")
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_"))
 NAMED = re.compile(
     rf"(?<![\w/.-])(?:(?:{'|'.join(TOP)})/[\w./*{{}},-]*[\w}}/*]|(?:{'|'.join(ROOMS)})/[\w./*{{}},-]*\.py)(?![\w-])"
 )
-"""Paths from the root of the checkout, and files of the package from its own folder."""
+"""Paths from the root of the checkout, and files of the package from the package's folder."""
 OTHERS = {"tools/preprocess_data.py"}
-"""Files of Megatron-LM whose folder has the name of a room."""
+"""Files of Megatron-LM in a folder that is named like a room."""
 
 
 def expanded(path: str) -> list[str]:
@@ -43,7 +43,7 @@ def expanded(path: str) -> list[str]:
 
 
 def missing(text: str, beside: Path = ROOT) -> list[str]:
-    """Return the paths that a page names and that exist neither here nor in the page's own folder."""
+    """Return the named paths that exist neither here nor in the page's own folder."""
     paths = {path for named in NAMED.findall(text) if named not in OTHERS for path in expanded(named)}
     return sorted(
         path for path in paths if not any(any(folder.glob(path)) for folder in (ROOT, PACKAGE, beside))
@@ -64,14 +64,14 @@ def test_a_path_that_is_gone_is_named():
 
 ENABLE = re.compile(r"mindspeed_dsa\.enabled?\(([^)]*)\)")
 IMAGINED = {"use_x", "MINDSPEED_DSA_USE_X", "log_router_load"}
-"""Switches of features that pages make up."""
+"""Switches that pages make up as examples."""
 KEYWORD = re.compile(r"(\w+)=")
 VARIABLE = re.compile(r"\bMINDSPEED_DSA_\w+\b(?=[`= |])")
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.M | re.S)
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the examples in Python on a page."""
+    """Return the Python examples on a page."""
     return [textwrap.dedent(code) for _, code in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
@@ -97,7 +97,7 @@ def test_examples_import_what_is_there(page):
 
 
 def test_switches_that_pages_set_exist():
-    """Keywords of ``enable`` and ``enabled``, and environment variables."""
+    """Covers keywords of ``enable`` and ``enabled``, and environment variables."""
     flags = [*GENERAL_FLAGS, *all_flags()]
     keywords, variables = {flag.dest for flag in flags}, {flag.env for flag in flags}
     wrong, checked = [], 0
@@ -113,7 +113,7 @@ def test_switches_that_pages_set_exist():
 
 
 def test_functions_of_the_walks_are_in_the_files_beside_them():
-    """Rows of ``architecture.md``: number, files, functions."""
+    """Covers the rows of ``architecture.md``: number, files, functions."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     walked = 0
     for row in re.findall(r"^\| [\d to]+ \|(.*)\|(.*)\|$", text, flags=re.M):

@@ -1,4 +1,4 @@
-"""Names that programs import: the page's list, the modules, and what the pages' own blocks import."""
+"""Names that programs import: the page's list, the modules, and the imports in the pages' own blocks."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ MAY_CHANGE = {
     "mindspeed_dsa.parallel.all_to_all": "as above",
     "mindspeed_dsa.runs": "reads files whose form may change",
 }
-"""Modules that blocks of pages import though nobody promises their names, and why."""
+"""Modules that blocks of pages import without a promise that their names stay, with the reasons."""
 
 
 def listed() -> dict[str, list[str]]:
-    """Names by module, as the page's table has them."""
+    """Return the names in the page's table, by module."""
     section = PAGE.read_text(encoding="utf-8").partition("## Stable names")[2]
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", section, re.M)
     return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
 
 
 def exported(module: str) -> list[str]:
-    """``__all__`` of a module's source: TorchTitan's host cannot be imported without it."""
+    """Return ``__all__`` from a module's source, as TorchTitan's host cannot be imported without it."""
     place = ROOT / module.replace(".", "/")
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    found: list[str] = []
+    names: list[str] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         assigned = isinstance(node, ast.Assign | ast.AugAssign)
         targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
         if assigned and any(getattr(target, "id", "") == "__all__" for target in targets):
-            found += ast.literal_eval(node.value)
-    return sorted(found)
+            names += ast.literal_eval(node.value)
+    return sorted(names)
 
 
 @pytest.mark.parametrize("module", sorted(listed()))
@@ -64,33 +64,33 @@ def test_the_list_has_every_module_with_names_that_stay():
 
 
 def imports_of_pages() -> list[tuple[str, str]]:
-    """Page and module of every import of the package in a block of a page."""
+    """Return the page and the module of every import of the package in a block of a page."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    found = []
+    imports = []
     for page in pages:
         blocks = re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.M | re.S)
         for _, block in blocks:
             modules = re.findall(rf"^ *(?:from|import) ({PACKAGE}[\w.]*)", block, re.M)
-            found += [(str(page.relative_to(ROOT)), module) for module in modules]
+            imports += [(str(page.relative_to(ROOT)), module) for module in modules]
             # `from mindspeed_dsa.ops import dsa` names a module in its second half.
             for package, names in re.findall(rf"^ *from ({PACKAGE}[\w.]*) import ([\w, ]+)", block, re.M):
                 inner = [f"{package}.{name.strip()}" for name in names.split(",")]
                 if package not in listed() and set(inner) <= set(listed()):
-                    found.remove((str(page.relative_to(ROOT)), package))
-    return found
+                    imports.remove((str(page.relative_to(ROOT)), package))
+    return imports
 
 
 def test_pages_import_names_that_stay():
-    found = imports_of_pages()
-    assert any(module == "mindspeed_dsa.rl" for _, module in found)
-    wrong = [f"{page}: {module}" for page, module in found if module not in {*listed(), *MAY_CHANGE}]
+    imports = imports_of_pages()
+    assert any(module == "mindspeed_dsa.rl" for _, module in imports)
+    wrong = [f"{page}: {module}" for page, module in imports if module not in {*listed(), *MAY_CHANGE}]
     assert not wrong, "\n".join(["", *wrong])
-    unused = set(MAY_CHANGE) - {module for _, module in found}
+    unused = set(MAY_CHANGE) - {module for _, module in imports}
     assert not unused, unused
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron_nor_a_host():
-    """Modules that need torch come when they are named, and transformers when a model is served."""
+    """Modules that need torch are imported on first use, and transformers when a model is served."""
     code = (
         "import sys\nimport mindspeed_dsa\nmindspeed_dsa.enable\n"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
@@ -103,7 +103,7 @@ def test_importing_the_package_imports_neither_torch_nor_megatron_nor_a_host():
 
 
 def test_former_names_are_the_same_things():
-    """As 0.2.0 had them."""
+    """The names of 0.2.0 still work."""
     from mindspeed_dsa.integrations import transformers
 
     assert transformers.use is mindspeed_dsa.transformers.apply_dsa

@@ -29,12 +29,12 @@ STALE = "run `make compat` and commit mindspeed_dsa/session/targets.json"
 
 
 def test_every_target_is_recorded_in_every_release():
-    known = records.load()
+    table = records.load()
     unrecorded = {
         (patch.label, release)
         for _, patch in MEGATRON_PATCHES
-        for release in known.releases
-        if known.of(patch, release) is None
+        for release in table.releases
+        if table.of(patch, release) is None
     }
     assert not unrecorded, STALE
 
@@ -49,23 +49,23 @@ def test_record_agrees_with_the_installed_release():
     if release not in RELEASES:
         pytest.skip(f"Megatron-core {release} is not a recorded release")
     check = checker()
-    known = records.load()
+    table = records.load()
     needed = records.needed_parameters()
     compared = 0
     for _, patch in MEGATRON_PATCHES:
         if not patch.module.startswith("megatron.core"):
             continue
-        found = records.recorded(check.inspect(patch), needed[patch.label])
-        known_facts = known.of(patch, release)
+        actual = records.recorded(check.inspect(patch), needed[patch.label])
+        known_facts = table.of(patch, release)
         assert known_facts is not None, STALE
         # The reason names the sources that were read.
-        assert dataclasses.replace(known_facts, reason=found.reason) == found, f"{patch.target}: {STALE}"
+        assert dataclasses.replace(known_facts, reason=actual.reason) == actual, f"{patch.target}: {STALE}"
         compared += 1
     assert compared > 10
 
 
 def test_required_patches_apply_to_the_release_that_is_pinned():
-    """Every feature that supports the release of constraints.txt finds all that it needs there."""
+    """Every feature that supports the release of constraints.txt finds all of its targets there."""
     verdicts = {feature.name: judge(feature, "0.16.1", records.load()) for feature in built_in()}
     failing = {
         name: verdict for name, verdict in verdicts.items() if verdict.word in ("fails", "not recorded")
@@ -75,7 +75,7 @@ def test_required_patches_apply_to_the_release_that_is_pinned():
 
 
 def test_no_supported_release_fails():
-    """A range says where a patch applies: inside it, its target must be there, required or not."""
+    """Within the version range of a patch its target must exist, required or not."""
     failing = [
         (feature.name, release, verdict.reason)
         for feature in built_in()
@@ -173,7 +173,7 @@ def test_feature_that_patches_other_packages_too_still_works_outside_the_range()
 
 
 def test_what_a_backport_supplies():
-    """Only where the backport itself works, and where the feature may be switched on."""
+    """Only if the backport itself works, and the feature may be enabled."""
     facts = {"0.15.3": WORKS, "0.16.1": WORKS}
     backport = Feature("old", "brings it", patches=(patch(versions=">=0.14,<0.16"),), supplies=("f",))
     feature = Feature("f", "does f", patches=(patch(versions=">=0.16"),))
@@ -231,7 +231,7 @@ def test_intersection_of_ranges(ranges, both):
 
 
 def test_tables_of_patches_print_where_a_row_applies():
-    """A row without a range of its own applies no further than its feature may be switched on."""
+    """A row without its own range applies no further than its feature may be enabled."""
     requires = Requires(versions={"megatron-core": ">=0.16,<0.17"})
     other = Patch("torch.cuda:f", "wrap", "implementation:f", "a test wants it", versions=">=2.6")
     feature = Feature("f", "does f", patches=(patch(), patch(versions=">=0.14"), other), requires=requires)
@@ -243,7 +243,7 @@ def test_tables_of_patches_print_where_a_row_applies():
 
 
 def test_rows_that_differ_in_their_targets_alone_are_one():
-    """Neighbours only: the order of the rows is that of the declaration."""
+    """Only neighbours are merged, so that rows stay in the order of the declaration."""
     first, other = patch(), Patch("megatron.core.b:g", "replace", "implementation:g", "a test wants it")
     rows = (first, dataclasses.replace(first, target="megatron.core.c:h"), other, first)
     table = pages.patched_tables((Feature("f", "does f", patches=rows),)).splitlines()[2:]
@@ -255,7 +255,7 @@ def test_rows_that_differ_in_their_targets_alone_are_one():
 
 
 def test_every_row_applies_to_some_release():
-    """A row outside of its feature's own range would never be applied."""
+    """A row outside of its feature's own range would never apply."""
     known, never = records.load(), []
     served = [known.version(release) for release in known.releases]
     for feature, patch in MEGATRON_PATCHES:
@@ -267,7 +267,7 @@ def test_every_row_applies_to_some_release():
 
 
 def test_the_index_lists_switches_by_kind():
-    """What a user writes, or that there is nothing to write."""
+    """The index shows the words that a user writes, or that none are needed."""
     flags = (
         Flag("--a", "Fuse.", kind="auto"),
         Flag("--num-experts", "Megatron's.", kind="value", megatron=True),
@@ -285,7 +285,7 @@ def test_the_index_lists_switches_by_kind():
 
 
 def test_pages_and_records_hold_what_is_shipped_alone(monkeypatch):
-    """Whatever plug-ins are installed where pages are generated."""
+    """Installed plug-ins do not change the generated pages."""
     foreign = Feature("foreign", "a plug-in's", patches=(patch(),), distribution="corp 1.0")
     monkeypatch.setattr("mindspeed_dsa.features.all_features", lambda: (*built_in(), foreign))
     assert foreign not in shipped()

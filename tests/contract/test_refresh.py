@@ -1,4 +1,4 @@
-"""Reading releases again: from wheels, from tags for what wheels lack, and keeping what cannot be read."""
+"""Reading releases again: wheels, then tags for parts that wheels lack; unreadable ones stay as recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING = Patch("megatron.training.b:g", "wrap", "implementation:g", "a test wa
 
 @pytest.fixture
 def releases(tmp_path, monkeypatch):
-    """Two releases as wheels without ``megatron.training``, in a folder that counts as the cache."""
+    """Make wheels of two releases without ``megatron.training``, in the folder that is the cache."""
     monkeypatch.setattr(refreshing, "RELEASES", ("0.16.0", "0.16.1"))
     features = (Feature("f", "does f", patches=(CORE, TRAINING)),)
     rows = [(feature, patch) for feature in features for patch in feature.patches]
@@ -38,10 +38,10 @@ def releases(tmp_path, monkeypatch):
 
 def test_reads_wheels_and_keeps_what_they_lack(releases):
     kept = TargetFacts(True, params=("z",))
-    found = refreshing.refresh(Records({"megatron.training.b:g": {"0.16.0": kept}}), releases)
-    assert found.facts["megatron.core.a:f"]["0.16.0"].params == ("x",)
-    assert found.facts["megatron.core.a:f"]["0.16.1"].params == ("x", "y")
-    assert found.facts["megatron.training.b:g"] == {"0.16.0": kept}
+    refreshed = refreshing.refresh(Records({"megatron.training.b:g": {"0.16.0": kept}}), releases)
+    assert refreshed.facts["megatron.core.a:f"]["0.16.0"].params == ("x",)
+    assert refreshed.facts["megatron.core.a:f"]["0.16.1"].params == ("x", "y")
+    assert refreshed.facts["megatron.training.b:g"] == {"0.16.0": kept}
 
 
 def test_reads_tags_of_a_clone(releases, tmp_path):
@@ -55,11 +55,11 @@ def test_reads_tags_of_a_clone(releases, tmp_path):
     with pytest.raises(MindSpeedDSAError, match=r"core_v0\.16\.1"):
         refreshing.refresh(Records({}), releases, clone)
     subprocess.run([*git, "tag", "core_v0.16.1"], check=True)
-    found = refreshing.refresh(Records({}), releases, clone)
-    assert found.facts["megatron.training.b:g"]["0.16.0"].params == ("args",)
-    assert found.facts["megatron.core.a:f"]["0.16.0"].params == ("x",), "the wheel comes first"
-    assert found.main is None
-    assert "main" not in found.facts["megatron.training.b:g"]
+    refreshed = refreshing.refresh(Records({}), releases, clone)
+    assert refreshed.facts["megatron.training.b:g"]["0.16.0"].params == ("args",)
+    assert refreshed.facts["megatron.core.a:f"]["0.16.0"].params == ("x",), "the wheel comes first"
+    assert refreshed.main is None
+    assert "main" not in refreshed.facts["megatron.training.b:g"]
 
 
 def test_wheel_with_the_training_code_needs_no_tag(releases):
@@ -71,7 +71,7 @@ def test_wheel_with_the_training_code_needs_no_tag(releases):
 
 
 def test_reads_the_newest_main_of_a_clone(releases, tmp_path, monkeypatch):
-    """A clone's own branch may lag behind what was fetched, and a mirror's remote branch behind its own."""
+    """A clone's branch may lag behind the fetched one, and a mirror's remote branch behind its own."""
     monkeypatch.setattr(refreshing, "RELEASES", ())
     clone = tmp_path / "clone"
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(clone)]
@@ -91,15 +91,21 @@ def test_reads_the_newest_main_of_a_clone(releases, tmp_path, monkeypatch):
     commit(20, "old")
     subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
     commit(22, "new")
-    found = refreshing.refresh(Records({}), releases, clone)
-    assert found.main is not None
-    assert (found.main.version, found.main.date, len(found.main.commit)) == ("0.20.0", "2026-08-22", 40)
-    assert found.facts["megatron.core.a:f"]["main"].params == ("new",)
-    assert found.facts["megatron.training.b:g"]["main"].exists is False
+    refreshed = refreshing.refresh(Records({}), releases, clone)
+    assert refreshed.main is not None
+    assert (refreshed.main.version, refreshed.main.date, len(refreshed.main.commit)) == (
+        "0.20.0",
+        "2026-08-22",
+        40,
+    )
+    assert refreshed.facts["megatron.core.a:f"]["main"].params == ("new",)
+    assert refreshed.facts["megatron.training.b:g"]["main"].exists is False
     subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
     subprocess.run([*git, "reset", "-q", "--hard", "HEAD~"], check=True)
-    assert refreshing.refresh(found, releases, clone) == found
-    assert refreshing.refresh(found, releases).main == found.main, "without a clone it stays as recorded"
+    assert refreshing.refresh(refreshed, releases, clone) == refreshed
+    assert refreshing.refresh(refreshed, releases).main == refreshed.main, (
+        "without a clone it stays as recorded"
+    )
 
 
 def test_package_that_a_whole_release_lacks(releases, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The version stands in one place, and the changelog has a section for it: date and kinds of changes."""
+"""The version is stated once, and its section of the changelog has a date and kinds of changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
-"""Those of Keep a Changelog, and one more."""
+"""Kinds of Keep a Changelog, and one more."""
 
 
 def sections() -> list[tuple[str, str]]:
@@ -24,11 +24,11 @@ def test_the_newest_release_is_the_packages_version():
     (declared,) = re.findall(r'^    version="(.*)",$', (ROOT / "setup.py").read_text(), flags=re.M)
     (first, _), *releases = sections()
     assert first == "Unreleased"
-    found = [title.split(" - ") for title, _ in releases]
-    assert found[0][0] == declared
-    versions = [Version(version) for version, _ in found]
+    released = [title.split(" - ") for title, _ in releases]
+    assert released[0][0] == declared
+    versions = [Version(version) for version, _ in released]
     assert versions == sorted(versions, reverse=True)
-    assert all(datetime.date.fromisoformat(date) for _, date in found)
+    assert all(datetime.date.fromisoformat(date) for _, date in released)
 
 
 def test_releases_say_what_kind_of_change_each_is():

@@ -1,4 +1,4 @@
-"""Implementations are fetched once their target is imported, maybe in the middle of other imports."""
+"""Implementations are loaded after the import of their target, possibly during other imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(len(rows), len(fetched))
 
 @pytest.mark.full
 def test_implementations_load_while_torch_imports_their_target():
-    """One that imports a module which is still being imported would fail in a fresh process only."""
+    """An import of a module that is still being imported would fail only in a fresh process."""
     rows = {
         (patch.target.partition(":")[0], patch.impl.partition(":")[0])
         for feature in shipped()

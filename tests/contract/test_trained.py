@@ -1,4 +1,4 @@
-"""Results of the matrix: written by its tests, put together, and shown beside the static verdicts."""
+"""Results of the matrix: written by its tests, merged, and shown next to the static verdicts."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ def report(outcome, *notes, when="call", message="E   assert 1 == 2"):
 
 
 def test_what_cases_say_is_what_is_written(tmp_path):
-    """A case that failed has trained nothing, whatever it said before."""
+    """A failed case has trained nothing, whatever it recorded before."""
     record = Record(tmp_path / "new" / "0.16.1.json")
     about = ("case", "TP2+SP", ["f"], "")
-    for each in (
+    for entry in (
         report("passed", about, ("trained", "TP2+SP", ["cpu-platform", "f"], "")),
         report("passed", about, ("trained", "TP2+SP", ["f"], ""), when="teardown"),
         report("passed", ("case", "EP2", ["g"], ""), ("refused", "EP2", ["g"], "needs megatron-core >=0.17")),
         report("failed", ("case", "EP2", ["h"], ""), ("trained", "EP2", ["h"], "")),
         report("skipped", ("case", "EP2", ["i"], "")),
     ):
-        record.pytest_runtest_logreport(each)
+        record.pytest_runtest_logreport(entry)
     record.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
-    found = json.loads((tmp_path / "new" / "0.16.1.json").read_text())
-    assert found["features"] == {
+    content = json.loads((tmp_path / "new" / "0.16.1.json").read_text())
+    assert content["features"] == {
         "cpu-platform": {"trained": {"TP2+SP": ""}},
         "f": {"trained": {"TP2+SP": ""}},
         "g": {"refused": {"EP2": "needs megatron-core >=0.17"}},
         "h": {"fails": {"EP2": "E   assert 1 == 2"}},
     }
-    assert found["torch"]
+    assert content["torch"]
     again = Record(tmp_path / "new" / "0.16.1.json")
     again.pytest_runtest_logreport(
         report("passed", ("case", "EP2", ["h"], ""), ("trained", "EP2", ["h"], ""))
     )
     again.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
     repaired = json.loads((tmp_path / "new" / "0.16.1.json").read_text())
-    assert repaired["features"] == {**found["features"], "h": {"trained": {"EP2": ""}}}
+    assert repaired["features"] == {**content["features"], "h": {"trained": {"EP2": ""}}}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_part_of_the_matrix_leaves_the_rest_as_it_was(tmp_path, before, found,
 
 def test_a_part_that_ran_with_other_versions_than_the_rest_is_refused(tmp_path):
     results(tmp_path, "0.16.1", f={"trained": {"EP2": ""}})
-    known = Trained({"0.16.1": {**RAN, "torch": "2.12.0"}}, {})
+    recorded = Trained({"0.16.1": {**RAN, "torch": "2.12.0"}}, {})
     with pytest.raises(MindSpeedDSAError, match=r"run the whole matrix of 0\.16\.1"):
-        trained.merge(known, tmp_path, (FEATURE,), KNOWN, part=True)
-    assert trained.merge(known, tmp_path, (FEATURE,), KNOWN).ran_with == {"0.16.1": RAN}
+        trained.merge(recorded, tmp_path, (FEATURE,), KNOWN, part=True)
+    assert trained.merge(recorded, tmp_path, (FEATURE,), KNOWN).ran_with == {"0.16.1": RAN}
 
 
 def test_files_of_another_release_are_refused(tmp_path):

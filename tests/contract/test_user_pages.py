@@ -1,4 +1,4 @@
-"""Pages for users are few and short; the index lists each of them first."""
+"""Pages for users are few and short, and the index lists them first."""
 
 from __future__ import annotations
 

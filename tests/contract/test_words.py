@@ -1,7 +1,7 @@
-"""Sentences that are printed far from the code that they stand in: each names what it speaks of.
+"""Sentences that are printed away from their code: each names its subject.
 
-A feature's summary, the helps of its flags, the reasons of its patches and conflicts come out in ``--help``,
-``doctor``, ``explain``, error messages and the pages. Docstrings come out in ``help()``.
+A feature's summary, the helps of its flags, and the reasons of its patches and conflicts appear in
+``--help``, ``doctor``, ``explain``, error messages and the pages. ``help()`` prints docstrings.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mindspeed_dsa.settings import GENERAL_FLAGS
 FOLDER = Path(mindspeed_dsa.__file__).parent
 
 NO_SUBJECT = re.compile(r"(what|of|that|those|it|its|they|their|them|see|whether|which|whose|where)\b", re.I)
-"""First words of sentences whose subject stands somewhere else, or nowhere."""
+"""First words of sentences with a subject elsewhere, or with none."""
 FRAGMENT = re.compile(r"(what|of|that|those|it|they|see)\b", re.I)
 """First words of docstrings that are neither an imperative nor a noun."""
 
 
 def sentences(feature: Feature) -> Iterator[tuple[str, str]]:
-    """Yield where a sentence stands and the sentence."""
+    """Yield each sentence, with its place."""
     yield "summary", feature.summary
     for flag in feature.flags:
         yield f"help of {flag.name}", flag.help
@@ -42,7 +42,7 @@ def is_wrong(sentence: str) -> bool:
 
 
 def fragments() -> list[str]:
-    """Return the docstrings of the package that begin with none of an imperative and a noun."""
+    """Return the package's docstrings that begin with neither an imperative nor a noun."""
     wrong = []
     for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""Counts of words in docstrings, comments and pages: what a reader stumbles over, by file.
+"""Counts of confusing words in docstrings, comments and pages, by file.
 
 python -m tests.contract.words                     # the counts of the package and of the pages
 python -m tests.contract.words --worst 30          # and the files and lines with the most
@@ -27,11 +27,11 @@ WORDS = {
     "nobody": r"\b(nobody|whoever)\b",
     "lies": r"\blies\b",
 }
-"""Words that a sentence of the field does without, by the name of their budget."""
+"""Words that clear sentences do without, by the name of their budget."""
 HEADLESS = re.compile(r"(of|that|by|in|as|what|whose|which|from|to)\b")
-"""First words of an entry that says no noun."""
+"""First words of an entry without a noun."""
 VAGUE = {"each", "found", "own", "given", "known", "chosen", "at"}
-"""Names of local variables that do not say what they hold."""
+"""Names of local variables that do not describe their value."""
 LONG_SENTENCE = 35
 
 _SECTION = re.compile(r"^( *)(Args|Attributes):$")
@@ -40,7 +40,7 @@ _ENTRY = re.compile(r"^( *)(\*{0,2}[A-Za-z_][\w, *]*): (.*)$")
 
 @dataclass(frozen=True)
 class Place:
-    """One place: its kind, a file, a line from 1 and the text there."""
+    """A place: its kind, file, line from 1, and text."""
 
     kind: str
     file: Path
@@ -98,11 +98,11 @@ class Counts:
     def worst(self, number: int) -> list[str]:
         """Return the files with the most places, the worst first, and their first places."""
         by_file = Counter(place.file for place in self.places)
-        found = []
+        result = []
         for file, count in by_file.most_common(number):
-            found.append(f"{file.relative_to(ROOT)}: {count}")
-            found += [f"    {place}" for place in self.places if place.file == file][:5]
-        return found
+            result.append(f"{file.relative_to(ROOT)}: {count}")
+            result += [f"    {place}" for place in self.places if place.file == file][:5]
+        return result
 
 
 def python_files(*folders: Path) -> list[Path]:
@@ -122,7 +122,7 @@ def pages() -> list[Path]:
 
 
 def count_code(files: Iterable[Path]) -> Counts:
-    """Count in docstrings, strings that document an attribute, and comments."""
+    """Count words in docstrings, attribute docs and comments."""
     counts = Counts()
     for file in files:
         source = file.read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def count_code(files: Iterable[Path]) -> Counts:
 
 
 def count_pages(files: Iterable[Path]) -> Counts:
-    """Count in sentences: what stands in paragraphs and lists, not in tables, code and headings."""
+    """Count words in sentences of paragraphs and lists, not in tables, code and headings."""
     counts = Counts()
     for file in files:
         for line, paragraph in _paragraphs(file.read_text(encoding="utf-8")):
@@ -188,7 +188,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _documentation(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Yield strings that are statements: docstrings, and texts below an attribute."""
+    """Yield docstrings, and the strings below attributes that document them."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Expr)

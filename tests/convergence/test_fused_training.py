@@ -1,10 +1,12 @@
-"""Twenty steps of the main job, fused beside Megatron's own DSA, from the same weights on the same text.
+"""Twenty steps of the main job: fused and Megatron's own DSA, from equal weights on the same text.
 
-The operators sum in another order than Megatron's code. Where two scores agree but for the last bits, other
-keys are chosen, and from there the two trainings drift apart as any two would whose weights differ by one
-rounding: at the job's learning rate a hundredfold every five steps. So the job is compared at a tenth of its
-learning rate as it is, and at its full one with the choices of Megatron's run made in both. How far it drifts
-by itself is printed beside the drift of Megatron's own run after a change of one embedding by 1e-7.
+The operators sum in another order than Megatron's code. If two scores differ only in the last bits, other
+keys are selected. From there the trainings drift apart as if weights differed by one rounding: a hundredfold
+every five steps at the job's learning rate.
+
+Therefore the job is compared at a tenth of its learning rate as it is, and at the full rate with the choices
+of Megatron's run forced in both. The unforced drift is printed next to the drift of Megatron's own run after
+a change of one embedding by 1e-7.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BOUNDS = {"lm_loss": 1e-4, "grad_norm": 1e-3}
 
 
 class Job:
-    """The main job on a text of its own; what it records, step by step."""
+    """The main job on its own text; returns its records, step by step."""
 
     def __init__(self, pool: WorkerPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
@@ -65,14 +67,16 @@ def stock(job):
 
 
 def gaps(name, ours, theirs, steps=STEPS) -> dict[str, float]:
-    """Largest relative differences over the first steps, for the report."""
+    """Report and return the largest relative differences over the first steps."""
     assert len(ours.records) == len(theirs.records) == STEPS
     pairs = list(zip(ours.records, theirs.records, strict=True))[:steps]
     figures = (*BOUNDS, "indexer_loss")
-    found = {figure: max(abs(our[figure] / their[figure] - 1) for our, their in pairs) for figure in figures}
-    line = ", ".join(f"{figure} {gap:.1e}" for figure, gap in found.items())
+    differences = {
+        figure: max(abs(our[figure] / their[figure] - 1) for our, their in pairs) for figure in figures
+    }
+    line = ", ".join(f"{figure} {gap:.1e}" for figure, gap in differences.items())
     tell("twenty steps beside Megatron's own DSA", f"{name}: {line}")
-    return found
+    return differences
 
 
 def assert_within_bounds(found: dict[str, float]) -> None:
@@ -93,7 +97,7 @@ def test_with_the_same_choices(job, stock, switches):
 
 
 def test_without_forced_choices(job, stock):
-    """Five steps are held to the bounds; the drift over twenty is told, beside that of a rounding."""
+    """Five steps are held to the bounds; the drift over twenty is only reported."""
     ours, disturbed = job(switches=FUSED), job(noise=1e-7)
     assert_within_bounds(gaps("first five steps", ours, stock, steps=5))
     gaps("twenty steps", ours, stock)
@@ -101,13 +105,13 @@ def test_without_forced_choices(job, stock):
 
 
 def test_against_torch_topk(job):
-    """One step is held to the bound; what ties do over twenty is told."""
+    """One step is held to the bound; the effect of ties over twenty steps is only reported."""
     theirs, ours = (job(stable=False, switches=each) for each in (None, FUSED))
     assert_within_bounds(gaps("torch.topk, first step", ours, theirs, steps=1))
     gaps("torch.topk, twenty steps", ours, theirs)
 
 
-# -- what the one rank does ---------------------------------------------------------------------
+# -- functions that the rank runs ------------------------------------------------------------------
 
 
 def outcome(
@@ -117,13 +121,13 @@ def outcome(
     forced: observe.Choices | None = None,
     noise: float = 0.0,
 ) -> RankOutcome:
-    """Records and choices of the job.
+    """Run the job; return its records and choices.
 
     Args:
         argv: flags of the job.
         switches: features to switch on.
-        stable: Megatron's indexer decides ties as the operators do.
-        forced: choices of indexers and routers to be made instead of the model's own.
+        stable: whether Megatron's indexer breaks ties as the operators do.
+        forced: choices of indexers and routers that replace the model's own.
         noise: relative change of one token's embedding before the first step.
     """
     rule = ties_to_the_lowest() if stable else contextlib.nullcontext()

@@ -30,7 +30,7 @@ TINY = """
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small texts with structure, so that a loss can fall."""
+    """Return a folder of small texts with structure, so that a loss can fall."""
     folder = tmp_path_factory.mktemp("text")
     chance = random.Random(0)
     words = ["if", "the", "model", "learns", "this", "its", "loss", "falls", "and", "we", "stop"]
@@ -49,7 +49,7 @@ class Finished:
 
 
 class JobServer:
-    """Starts jobs in forked children of a process that has everything imported."""
+    """Server that starts jobs in forked children of a process with everything imported."""
 
     def __init__(self, text: Path, scratch: Path) -> None:
         self._text, self._scratch, self._count = text, scratch, 0
@@ -74,7 +74,7 @@ class JobServer:
         ranks: int = 1,
         while_running: Callable[[Sequence[int], Path], None] | None = None,
     ) -> list[Finished]:
-        """Run a job on so many ranks, call ``while_running(pids, output of rank 0)``, and wait."""
+        """Run a job on ``ranks`` ranks, call ``while_running(pids, output of rank 0)``, and wait."""
         self._count += 1
         outputs = [self._scratch / f"job-{self._count}-{rank}.txt" for rank in range(ranks)]
         pids = []
@@ -124,7 +124,7 @@ def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def results(run: Path) -> list[tuple[Any, ...]]:
-    """What a resumed run must repeat bit by bit."""
+    """Return the values that a resumed run must repeat bit for bit."""
     keys = ("step", "lm_loss", "indexer_loss", "grad_norm")
     return [tuple(record[key] for key in keys) for record in records(run)]
 

@@ -1,10 +1,10 @@
-"""Command lines taken up to where a model would be built, many of them in one process.
+"""Command lines are read up to the point where a model would be built, many of them in one process.
 
-``python -m tests.examples.every_flag JOB`` reads ``[[argv, world size], ...]`` as JSON, and answers with one
-``[status, what was printed]`` for each: ``0``, passed; ``2``, refused; else what was raised.
+``python -m tests.examples.every_flag JOB`` reads ``[[argv, world size], ...]`` as JSON and prints a
+``[status, output]`` for each. Status 0 means passed and 2 refused; anything else is the raised error.
 
-``JOB`` is ``example``, ``examples/pretrain_dsa.py`` with its training left out, or ``pretrain_gpt``, parser
-and validation of the Megatron-LM on the path.
+``JOB`` is ``example`` (``examples/pretrain_dsa.py`` without its training) or ``pretrain_gpt`` (parser and
+validation of the Megatron-LM on the path).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Refusal = mindspeed_dsa.MindSpeedDSAError
 
 
 def spellings(flag: Flag, folder: Path) -> list[list[str]]:
-    """Each way to give a flag on a command line, with a value that its declaration allows."""
+    """Return each spelling of a flag on a command line, with a value that its declaration allows."""
     if flag.kind == "bool":
         return [[flag.name]]
     if flag.kind == "auto":
@@ -39,7 +39,7 @@ def spellings(flag: Flag, folder: Path) -> list[list[str]]:
 
 
 def example() -> Callable[[Sequence[str]], int]:
-    """The example job, as a function of its command line that returns its status."""
+    """Return the example job as a function of its command line that returns the status."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     mindspeed_dsa.enable(
         mindspeed_platform="cpu",
@@ -53,8 +53,8 @@ def example() -> Callable[[Sequence[str]], int]:
     from dsa_job.app import main
 
     training.train = lambda *args, **kwargs: []
-    # What is checked here does not hang on patches, and putting them in place takes seconds; Megatron's own
-    # modules stay as the session above has left them.
+    # These checks do not depend on patches, and applying patches takes seconds. Megatron's own modules stay
+    # as the session above has left them.
     session.Session.arm = session.Session.undo = lambda self: None  # type: ignore[method-assign]
     mindspeed_dsa.disable()
 
@@ -66,7 +66,7 @@ def example() -> Callable[[Sequence[str]], int]:
 
 
 def pretrain_gpt() -> Callable[[Sequence[str]], int]:
-    """Megatron-LM's parser and validation, patched as in its job."""
+    """Return Megatron-LM's parser and validation, patched as in its job."""
     with mindspeed_dsa.enabled(mindspeed_platform="cpu"):  # as in a job, compilers stay out
         from megatron.training import arguments
 
@@ -92,7 +92,7 @@ def _one(run: Callable[[Sequence[str]], int], argv: Sequence[str], world: int) -
     with _ranks(world), contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
         try:
             status = run(argv)
-        except Refusal as error:  # the one-liner and its hook print it so
+        except Refusal as error:  # the one-liner and its hook print it in this form
             print(error, file=sys.stderr)
             status = 2
         except SystemExit as error:

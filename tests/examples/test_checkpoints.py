@@ -89,7 +89,7 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_made_room_in_vain_comes_back_on_another_machine(tmp_path: Path) -> None:
-    """Killed between the two renames, and started again elsewhere: nobody knows that process there."""
+    """Killed between the two renames, and restarted on a machine that does not know the process."""
     (tmp_path / files.TRACKER).write_text("4")
     for host, content in (("elsewhere", b"old"), ("nowhere", b"older")):
         old = checkpoint(tmp_path, 4).rename(tmp_path / f".iter_0000004.{host}-1.replaced")

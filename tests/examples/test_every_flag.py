@@ -1,7 +1,7 @@
 """Every flag of every feature, once, through the job's command line and through Megatron-LM's parser.
 
-What the declarations list is taken as a user would type it, up to where a model would be built: it passes, or
-is refused in one message that names it and what to do.
+Declared flags are typed as a user would, up to the point where a model would be built. Each passes, or is
+refused in one message that names the flag and a remedy.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ USED = {
     "variant": (1, "--experimental-attention-variant dsa --transformer-impl local"),
     "virtual optimizer": (1, "--virtual-optimizer all"),
 }
-"""Flags that need others or several ranks: how many, and what the job takes."""
+"""Flags that need other flags or several ranks: the number of ranks, and the command line."""
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
@@ -128,7 +128,7 @@ WHO = {
     "--mindspeed-platform": "platform",
     "--tensor-model-parallel-size": "tensor parallel",
 }
-"""What a message is about in which the flag itself does not occur."""
+"""Subjects of messages in which the flag itself does not occur."""
 REMEDY = re.compile(
     r"\b(add|check|choose|complete ones|did you mean|drop|give|install|lower|make|name|omit|set|start|switch"
     r"|train|unset|use|write)\b"
@@ -136,13 +136,13 @@ REMEDY = re.compile(
 
 
 def flags() -> list[Flag]:
-    """Every declared flag."""
+    """Return every declared flag."""
     declared = [flag for feature in features.shipped() for flag in feature.flags]
     return settings.unique([settings.PLATFORM, settings.MEGATRON_ROOT, settings.REPORT_DIR, *declared])
 
 
 def ask(job: str, cases: Sequence[tuple[list[str], int]], **environ: str) -> list[Any]:
-    """``[status, text]`` of each case."""
+    """Return ``[status, text]`` of each case."""
     command = [sys.executable, "-m", "tests.examples.every_flag", job]
     paths = (environ.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH"))
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -161,7 +161,7 @@ def ask(job: str, cases: Sequence[tuple[list[str], int]], **environ: str) -> lis
 
 
 def unclear(name: str, status: int | str, text: str) -> str:
-    """What is wrong with an answer to one flag; empty if nothing is."""
+    """Return a description of a wrong answer to one flag, or an empty string."""
     if status == 0:
         return ""
     if status != 2:
@@ -172,7 +172,7 @@ def unclear(name: str, status: int | str, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tuple[list[Any], dict[str, Any]]:
-    """Of the example job, to each flag alone, and to the sets of :data:`USED`."""
+    """Return the example job's answers to single flags, and to the sets of :data:`USED`."""
     folder = tmp_path_factory.mktemp("flags")
     job = [*TINY, "--data", str(text_folder), "--output-dir", str(folder / "run"), "--new-run"]
     alone = [words for flag in flags() for words in spellings(flag, folder)]
@@ -199,7 +199,7 @@ def test_flags_can_be_used_together(answers: Any, name: str) -> None:
 
 
 def test_every_flag_that_is_refused_alone_can_be_used(answers: Any) -> None:
-    """Or a flag could be listed by the job, and never be of use in it."""
+    """Otherwise the job could list a flag that is of no use in it."""
     alone, _ = answers
     used = {word for _, words in USED.values() for word in words.split()}
     assert {name for name, status, _ in alone if status == 2} - used == NOT_OF_THIS_JOB | NOT_HERE
@@ -223,16 +223,16 @@ GPT = """
 @pytest.mark.timeout(1600)
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
 def test_every_flag_through_megatron_lms_own_parser(tmp_path: Path) -> None:
-    """Megatron's own assertions are allowed about its own flags."""
+    """Megatron's own assertions are allowed for its own flags."""
     alone = [words for flag in flags() for words in spellings(flag, tmp_path)]
     megatron = {flag.name for flag in flags() if flag.megatron}
     checkout = os.environ["MEGATRON_LM"].split(os.pathsep)[0]
     environ = {"PYTHONPATH": checkout, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    found = ask("pretrain_gpt", [([*GPT, *words], 1) for words in alone], **environ)
+    answers = ask("pretrain_gpt", [([*GPT, *words], 1) for words in alone], **environ)
     problems = [
         unclear(words[0], status, text)
-        for words, (status, text) in zip(alone, found, strict=True)
+        for words, (status, text) in zip(alone, answers, strict=True)
         if not (words[0] in megatron and str(status).startswith("AssertionError"))
     ]
     assert not any(problems), "\n\n".join(filter(None, problems))
-    assert sum(status == 0 for status, _ in found) > len(found) // 2
+    assert sum(status == 0 for status, _ in answers) > len(answers) // 2

@@ -1,4 +1,4 @@
-"""Which of mindspeed_dsa's features the job switches on, and what it says of them at its end."""
+"""Features of mindspeed_dsa that the job enables, and its report on them at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLE = "MINDSPEED_DSA_USE_FUSED_DSA"
 
 
 def enabled(*argv: str) -> tuple[bool, bool, str]:
-    """Whether fused DSA is on by the library's account and by the job's, and who decided it."""
+    """Return whether fused DSA is on by the library and by the job, and the source of the decision."""
     session.enable_from_argv(argv)  # as the one-liner does
     args = parse_args(argv)
     enable_features(args)
@@ -67,7 +67,7 @@ def test_fused_dsa_in_a_model_without_dsa_is_refused() -> None:
     ids=["rates", "halves", "chunks"],
 )
 def test_what_is_measured_is_refused_before_anything_is_built(flags: str) -> None:
-    """On a CPU the job is deterministic unless it is told otherwise, and features know when they check."""
+    """On a CPU the job is deterministic by default, and features know that when they check."""
     with pytest.raises(mindspeed_dsa.SettingsError, match="which --deterministic-mode rules out"):
         enabled(*flags.split())
     enabled(*flags.split(), "--no-deterministic-mode")
@@ -122,7 +122,7 @@ def test_a_job_says_at_its_end_what_the_library_did(
     operators = "indexer_kl_loss 8 on cpu, lightning_indexer 8 on cpu, sparse_flash_attention 8 on cpu"
     assert (f"calls of operators on rank 0: {operators}\n" in after) == (not flags)
     assert ("calls of operators" in after) == (not flags)
-    # Which part costs how much.
+    # Shares of the cost by part.
     times = re.search(r"time of operators on rank 0, of (\S+) s: (.*)\n", after)
     assert (times is not None) == (not flags)
     if times is not None:
@@ -137,7 +137,7 @@ def test_a_job_says_at_its_end_what_the_library_did(
 
 
 def test_variables_for_megatrons_own_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the library would say that something is on, and the job would train without it."""
+    """Otherwise the library would report a feature as on, and the job would train without it."""
     monkeypatch.setenv("MINDSPEED_DSA_USE_TORCH_FSDP2", "1")
     monkeypatch.setenv("MINDSPEED_DSA_RECOMPUTE_MODULES", "mlp moe_act")
     args = parse_args([])

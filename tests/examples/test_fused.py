@@ -1,4 +1,4 @@
-"""Fused DSA and the warm-up stage in the example job, across checkpoints."""
+"""Fused DSA and the warmup stage in the example job, across checkpoints."""
 
 from __future__ import annotations
 

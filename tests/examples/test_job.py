@@ -21,7 +21,7 @@ def assert_refused(finished: Finished, message: str) -> None:
     assert finished.code == 2, finished.output
     assert message in finished.output
     assert "Traceback" not in finished.output
-    assert "a process group" not in finished.output  # what the worker says when one is created
+    assert "a process group" not in finished.output  # the worker prints this when one is created
 
 
 def test_a_finished_run_leaves_everything_behind(jobs: JobServer, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_two_runs_of_one_job_are_equal(jobs: JobServer, tmp_path: Path) -> None:
 
 
 def test_a_job_leaves_no_model_behind(jobs: JobServer, tmp_path: Path) -> None:
-    # Without a last evaluation, the last thing the model saw was a microbatch with a graph.
+    # Without a final evaluation, the model last processed a microbatch with a graph.
     flags = ("--train-iters", "2", "--no-save", "--eval-iters", "0")
     finished = jobs.run(tmp_path / "run", *flags, fault="none, but look for the model afterwards")
     assert finished.code == 0, finished.output
@@ -89,7 +89,7 @@ def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path
     before = sorted(path.stat().st_mtime_ns for path in initial.rglob("*"))
     options = ("--train-iters", "2", "--no-save", "--hidden-dropout", "0")
     assert jobs.run(tmp_path / "seed", *options).code == 0
-    # Another seed would start from other weights; loaded ones do not care. The data follow the seed.
+    # Another seed would draw other weights, but not load others. The data follow the seed.
     loading = (*options, "--load", str(initial), "--finetune")
     assert jobs.run(tmp_path / "loaded", *loading).code == 0
     assert results(tmp_path / "loaded") == results(tmp_path / "seed")
@@ -156,7 +156,7 @@ def test_damaged_weights_are_refused_or_passed_over(jobs: JobServer, tmp_path: P
     weights = checkpoints / "iter_0000004" / "__0_0.distcp"
     whole = weights.read_bytes()
     listed = (weights.parent / manifest.NAME).read_bytes()
-    (weights.parent / manifest.NAME).unlink()  # as Megatron alone writes it
+    (weights.parent / manifest.NAME).unlink()  # as Megatron writes it without this library
     for damaged in (whole[: len(whole) // 2], b""):
         weights.write_bytes(damaged)
         finished = jobs.run(run)
@@ -198,7 +198,8 @@ def test_a_loaded_checkpoint_is_never_written_again(jobs: JobServer, tmp_path: P
     options = ("--save", str(saved), "--load", str(saved))
     assert jobs.run(tmp_path / "a", "--save", str(saved), "--train-iters", "2").code == 0
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in saved.rglob("*.*")}
-    # Nothing is left to do: the weights alone, or the same again, would take the place of what is there.
+    # Nothing is left to train: a save of only the weights, or of the same state, would replace the
+    # checkpoint.
     refused = jobs.run(tmp_path / "b", *options, "--train-iters", "0")
     assert_refused(refused, f"--save {saved} holds checkpoints up to step 2, which this job would replace")
     for number, more in enumerate(
@@ -254,7 +255,7 @@ SHARING = ("--num-layers", "4", "--dsa-indexer-topk-freq", "4", "--dsa-indexer-s
 
 @pytest.mark.full
 def test_layers_share_a_selection(jobs: JobServer, tmp_path: Path) -> None:
-    """The job says which select, counts them at its end, and goes on as if it had not been stopped."""
+    """The job names the selecting layers, counts them at its end, and resumes as if uninterrupted."""
     whole = jobs.run(tmp_path / "whole", *SHARING, "--train-iters", "4")
     assert whole.code == 0, whole.output
     assert "choose 8 of up to 32 keys in layers 1, 2, 3; the others attend to the same" in whole.output

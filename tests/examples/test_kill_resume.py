@@ -1,4 +1,4 @@
-"""A run that is killed goes on from its last checkpoint as if nothing had happened."""
+"""A killed run resumes from its last checkpoint as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_resumes_like(unbroken: Path, run: Path, jobs: JobServer, step: int) -
 
 
 def final_tensors(run: Path) -> bytes:
-    """The file of the last checkpoint that holds weights and optimizer."""
+    """Return the file of the last checkpoint with weights and optimizer."""
     return (folder_of(run / "checkpoints", 6) / "__0_0.distcp").read_bytes()
 
 
@@ -41,13 +41,13 @@ def final_tensors(run: Path) -> bytes:
 def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpoints = run / "checkpoints"
-    # In the write of the checkpoint of step 4, at three places, each time resumed from step 2.
+    # In the write of the checkpoint of step 4, at three places; each run resumes from step 2.
     for place in ("before the weights", "before the rename", "before the tracker"):
         finished = jobs.run(run, fault=place)
         assert finished.code == -signal.SIGKILL, finished.output
         assert latest(checkpoints) == 2
         assert complete_steps(checkpoints) == ([2, 4] if place == "before the tracker" else [2])
-        # What the last process had left half written is gone, this one's is there.
+        # The half-written folder of the last process is gone, and this process's folder is there.
         assert len(list(checkpoints.glob(".iter_*"))) == (place != "before the tracker")
 
     # Between two checkpoints.
@@ -57,7 +57,7 @@ def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path)
 
     flags = ("--save-interval", "4", "--no-async-save")
     assert jobs.run(run, *flags, while_running=kill).code == -signal.SIGKILL
-    # The middle of a line, as the last of what a killed process wrote.
+    # A partial line, as a killed process leaves it.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lm_')
     assert_resumes_like(unbroken, run, jobs, step=4)
@@ -69,7 +69,7 @@ def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> 
     layout = ("--use-distributed-optimizer", "--train-iters", "6")
     finished = jobs.start(whole, *layout, ranks=2)
     assert [job.code for job in finished] == [0, 0], finished[0].output + finished[1].output
-    # Rank 0 dies with all shards written and none of them named; rank 1 waits for it in vain.
+    # Rank 0 dies with all shards written and none of them named; rank 1 waits in vain.
     first, second = jobs.start(run, *layout, ranks=2, fault="before the rename")
     assert (first.code, second.code) == (-signal.SIGKILL, 1), first.output + second.output
     assert latest(run / "checkpoints") == 2
@@ -86,7 +86,7 @@ def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> 
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
     jobs: JobServer, unbroken: Path, tmp_path: Path
 ) -> None:
-    """Each is written when training has made its next steps, and the job waits for the last."""
+    """Each is written after training has made its next steps; the job waits for the last write."""
     run = tmp_path / "run"
     finished = jobs.run(run, fault="written late")
     assert finished.code == 0, finished.output
@@ -121,7 +121,7 @@ def test_what_cannot_be_written_ends_the_job_in_one_line(
 
 @pytest.mark.full
 def test_a_writer_ends_with_its_job(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
-    """It would hold the lock of the run's folder, and the next job would begin a run of its own."""
+    """Otherwise it would hold the lock of the run's folder, and the next job would begin another run."""
     run, writer = tmp_path / "run", []
 
     def kill(pids: Sequence[int], output: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run with memory features that is killed goes on as if nothing had happened, with them or without."""
+"""A killed run with memory features resumes as if nothing had happened, with them or without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEATURES = {
 
 @pytest.fixture(scope="module")
 def plain(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unbroken run without any memory feature."""
+    """Return the unbroken run without any memory feature."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     finished = jobs.run(folder, *JOB, "--no-async-save")
     assert finished.code == 0, finished.output
@@ -56,7 +56,7 @@ def test_killed_in_the_write_of_a_checkpoint(jobs: JobServer, plain: Path, tmp_p
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
     jobs: JobServer, tmp_path: Path, name: str, job: tuple[str, ...]
 ) -> None:
-    """State that a feature keeps elsewhere changes in place in the steps that are made before the write."""
+    """Steps before the write change in place the state that a feature keeps elsewhere."""
     runs = tmp_path / "at-once", tmp_path / "late"
     for run, flag, fault in zip(runs, (["--no-async-save"], []), (None, "written late"), strict=True):
         finished = jobs.run(run, *job, *FEATURES[name], *flag, fault=fault)

@@ -36,7 +36,7 @@ def torchrun(
 
 
 def finished(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The script in a process of its own, to its end."""
+    """Run the script in a separate process, to its end."""
     return subprocess.run(
         [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=ENVIRON, timeout=200
     )
@@ -70,7 +70,7 @@ def test_help_shows_the_flags_of_job_and_library() -> None:
 def test_torchrun_ends_when_a_rank_dies(
     jobs: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And records of collectives name it."""
+    """Records of collectives name the killed rank."""
     run, output = tmp_path / "run", tmp_path / "output"
     layout = ["--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
     layout += ["--record-collectives", str(tmp_path / "collectives")]
@@ -97,7 +97,7 @@ def test_ctrl_c_under_torchrun_saves(jobs: JobServer, tmp_path: Path) -> None:
 
 
 def test_a_refusal_at_import_is_said_once_with_status_2(jobs: JobServer, tmp_path: Path) -> None:
-    """Also where the ranks that say nothing are ahead: torchrun ends all with the first that has ended."""
+    """Holds even if silent ranks end first: torchrun then ends all others."""
     output = tmp_path / "output.txt"
     process = torchrun(2, jobs.arguments(tmp_path / "run", "--coc-parallel-num", "x"), output)
     assert process.wait(timeout=200) != 0

@@ -1,4 +1,4 @@
-"""Launch lines of ``examples/launch``: what they start, and with which variables."""
+"""Launch lines of ``examples/launch``: the programs that they start, and the variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLURM = {
 
 @pytest.fixture
 def run(tmp_path):
-    """What runs a script where Slurm, Ray and Python only print how they were called."""
+    """Return a function that runs a script with Slurm, Ray and Python replaced by printing stubs."""
     for name in ("srun", "ray", "python"):
         (tmp_path / name).write_text(PRINTS)
     (tmp_path / "scontrol").write_text(SCONTROL)
@@ -104,7 +104,7 @@ def test_ray_gives_workers_their_variables(run):
 
 
 def pods(name):
-    """Documents of a manifest, and the specification of its pods."""
+    """Return the documents of a manifest, and the specification of its pods."""
     documents = list(yaml.safe_load_all((LAUNCH / name).read_text(encoding="utf-8")))
     spec = documents[-1]["spec"]
     template = spec["pytorchReplicaSpecs"]["Worker"] if "pytorchReplicaSpecs" in spec else spec
@@ -115,11 +115,11 @@ def pods(name):
 def test_pods_have_what_a_job_needs(name):
     _, pod = pods(name)
     (container,) = pod["containers"]
-    variables = {each["name"]: each["value"] for each in container["env"]}
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert (NEEDED | {OWN_STORE: "1"}).items() <= variables.items()
     assert all(isinstance(value, str) for value in variables.values()), "Kubernetes refuses numbers"
-    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
-    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {entry["mountPath"]: entry["name"] for entry in container["volumeMounts"]}
+    volumes = {entry["name"]: entry for entry in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/common"]]
     words = container["command"]

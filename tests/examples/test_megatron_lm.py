@@ -1,4 +1,4 @@
-"""The recipe for Megatron-LM: its launcher on a small fork, and pretrain_gpt.py itself where there is one."""
+"""The recipe for Megatron-LM: its launcher on a small fork, and pretrain_gpt.py if there is a checkout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if __name__ == "__main__":
 
 
 DUALPIPEV, FOUR = "--pipeline-model-parallel-size 2 --schedules-method dualpipev", "--micro-batch-size 2"
-# Documents of the mock data; their ends are known to the first pipeline stage alone.
+# Documents of the mock data; only the first pipeline stage knows their ends.
 PACKED = "--use-fused-dsa --pack-documents --micro-batch-size 1"
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder as a checkout is: a script, a module beside it, and Megatron's packages."""
+    """Return a folder like a checkout: a script, a module next to it, and Megatron's packages."""
     root = loop.write(tmp_path / "checkout")
     (tmp_path / "checkout" / "helper_of_the_checkout.py").write_text("NAME = 'helper'\n")
     script = SCRIPT.replace("stub_training.training", f"{root}.training.training")
@@ -57,7 +57,7 @@ def launch(*argv, cwd, run=subprocess.run, **environment):
 
 
 def test_the_script_runs_as_if_it_had_been_started_itself(checkout, tmp_path):
-    # Named, or the small fork would be taken for the job's Megatron, which has everything that is patched.
+    # Named, as otherwise the small fork would be taken for the job's Megatron, which has all targets.
     argv = ["--num-layers", "3", "--megatron-root", "megatron"]
     done = launch("checkout/pretrain.py", *argv, cwd=tmp_path, run=warm.run)
     assert done.stdout.split("\n")[0] == f"helper __main__ {argv} {checkout}", done.stderr
@@ -65,7 +65,7 @@ def test_the_script_runs_as_if_it_had_been_started_itself(checkout, tmp_path):
 
 
 def test_patches_are_there_before_the_scripts_first_line(checkout, tmp_path):
-    # The fork's own core is too small for the platform, so the feature is declared alone.
+    # The fork's own core is too small for the platform's patches, so only this feature is declared.
     (checkout / "sitecustomize.py").write_text(
         "from mindspeed_dsa import features\n"
         "from mindspeed_dsa.features.diagnostics.steps.feature import STEP_METRICS\n"
@@ -105,7 +105,7 @@ def test_what_is_refused_while_the_script_runs_is_the_message_alone(checkout, tm
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Runs the recipe with a Python that prints what it is given; says which data the checkout has."""
+    """Return a runner of the recipe with a Python that prints its arguments."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "${CUDA_DEVICE_MAX_CONNECTIONS-unset}"\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
@@ -141,14 +141,14 @@ def recipe(tmp_path):
     ],
 )
 def test_connections_are_those_that_megatron_asks_for_or_the_users(recipe, flags, environment, connections):
-    """Tensor parallelism asks for one, which FSDP refuses."""
+    """Tensor parallelism needs one connection, which FSDP refuses."""
     found, words = recipe(*flags, **environment)
     assert found == connections
     assert words[len(words) - len(flags) :] == flags
 
 
 def test_the_vocabulary_has_room_for_mock_data(recipe):
-    """Before 0.16 they are numbers up to 4094, whatever the vocabulary; the last token ends documents."""
+    """Before 0.16 mock tokens go up to 4094 for any vocabulary; the last token ends documents."""
     for wrap, size in ((True, "255"), (False, "4095")):
         _, words = recipe(tokens_wrap=wrap)
         assert words[words.index("--vocab-size") + 1] == size
@@ -170,7 +170,7 @@ def with_checkout(test):
 
 
 def pretrain(metrics, *more, nproc=1, paths=(), **environment):
-    """Run the recipe; returns what was printed, and the metrics of each step."""
+    """Run the recipe; return its output, and the metrics of each step."""
     command = [
         "bash",
         str(RECIPE / "pretrain_gpt_dsa.sh"),
@@ -204,7 +204,7 @@ def pretrain(metrics, *more, nproc=1, paths=(), **environment):
     ids=["1", "tp2", "tp2-fused", "pp2", "ep2", "dualpipev-tp2", "pp2-packed", "tp2-packed"],
 )
 def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data):
-    """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""
+    """From one checkpoint of weights, every layout and a resumed run make the same steps."""
 
     def run(name, *more, nproc=1):
         printed, steps = pretrain(tmp_path / f"{name}.jsonl", *data.split(), *more, nproc=nproc)
@@ -221,7 +221,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data)
     kept = [*flags.split(), "--save", tmp_path / "kept", "--save-interval", "4"]
     there = run("layout", *start, *kept, nproc=nproc)
     assert list(there) == list(one) == [3, 4, 5, 6]
-    # Other sums decide some near ties of eight index heads otherwise.
+    # Another order of sums changes some near ties of eight index heads.
     loose = 10 if "fused" in flags + data else 1
     for step, record in there.items():
         assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5 * loose)
@@ -235,7 +235,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data)
 
 @with_checkout
 def test_layouts_start_from_the_same_weights_through_a_checkpoint(tmp_path):
-    """Weights that two layouts draw differ; those that the first step of one process saves are its own."""
+    """Layouts draw different weights; one process's first save contains the weights that it drew."""
     flags = ["--use-fused-dsa", "--use-cpu-initialization", "--train-iters", "1"]
     parallel = ["--context-parallel-size", "2"]
 
@@ -264,7 +264,7 @@ def test_layouts_start_from_the_same_weights_through_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"], ids=["plain", "distributed"])
 @pytest.mark.parametrize("first", ["", "--moe-tp-extend-ep"], ids=["on", "off"])
 def test_the_layout_of_experts_may_change_at_a_checkpoint(tmp_path, first, optimizer):
-    """By the flag alone: Megatron-LM's own loop goes on as if it had not, optimizer included."""
+    """Only the flag changes: Megatron-LM's own loop resumes as if it had not, optimizer included."""
 
     def run(name, *more):
         flags = f"{TP2} {optimizer} --train-iters 4 --ckpt-format torch_dist".split()
@@ -295,7 +295,7 @@ def test_slices_of_buffers_are_refused_in_another_layout_of_experts(tmp_path):
     assert not (tmp_path / "second.jsonl").exists()
 
 
-# Counts what the features do in the script itself, whose process is not ours.
+# Counts the features' activity inside the script's process, which is not the test's.
 COUNTING = """
 import json, os, runpy
 
@@ -330,7 +330,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
     ids=["ep2", "tp2"],
 )
 def test_pretrain_gpt_has_the_same_losses_with_each_moe_feature(tmp_path, layout, extended):
-    """Off and on from Megatron's own initial weights; tensor parallel ranks get whole experts by our flag."""
+    """From Megatron's own initial weights; tensor parallel ranks get whole experts by our flag."""
     expert_placement.write(
         tmp_path / "placement.json", Placement(4, 2, {2: [0, 2, 1, 3], 3: [3, 0, 1, 2], 4: [2, 3, 0, 1]})
     )

@@ -1,4 +1,4 @@
-"""Megatron-LM's own pretrain_gpt.py, where there is a checkout, without and with each MoE feature."""
+"""Megatron-LM's own pretrain_gpt.py without and with each MoE feature, if there is a checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_dsa.runs.expert_placement import Placement
 from tests.examples.test_megatron_lm import RECIPE
 from tests.support.memory_events import COUNTED, GROUPED, MOVED, PERMUTED, PLACED, STARTED
 
-# Counts what the features do in the processes of the script. `tests` is ours here, later the checkout's.
+# Counts the features' activity in the script's processes. `tests` is ours here, later the checkout's.
 COUNTING = """
 import json, os, runpy
 from tests.support import memory_events
@@ -50,7 +50,7 @@ STEPS = 4
 
 
 class Run(NamedTuple):
-    """What was printed, the record of each step, and what was counted over both ranks."""
+    """Output, records of the steps, and event counts over both ranks."""
 
     printed: str
     steps: Mapping[int, Mapping[str, Any]]
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 
 def pretrain(folder: Path, flags: str) -> Run:
-    """Some steps of the recipe on two ranks."""
+    """Run some steps of the recipe on two ranks."""
     counts, written = folder / "counts", folder / "metrics.jsonl"
     counts.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(COUNTING)
@@ -81,7 +81,7 @@ def pretrain(folder: Path, flags: str) -> Run:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Runs without features of ours, by their layout."""
+    """Return runs without our features, by layout."""
     flags = {EP2: EP2, EXTENDED: f"{TP2} {EP2} --expert-tensor-parallel-size 1"}
     return {layout: pretrain(tmp_path_factory.mktemp("stock"), stock) for layout, stock in flags.items()}
 
@@ -100,7 +100,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     ],
 )
 def test_losses_are_those_without(stock: dict[str, Run], tmp_path: Path, layout: str, features: str) -> None:
-    """From Megatron's own initial weights, which each feature draws alike."""
+    """From Megatron's own initial weights, which are equal with every feature."""
     assert not any(stock[layout].events[event] for event in EVENTS.values())
     ours = pretrain(tmp_path / "ours", f"{layout} {features}")
     for flags, event in EVENTS.items():

@@ -1,4 +1,4 @@
-"""The job with MindSpeed-LLM's names for its flags: the same training as with Megatron's."""
+"""The job trains the same with MindSpeed-LLM's names of its flags as with Megatron's."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 def taken(
     consumed: int, size: int, ranks: int, microbatches: int, length: int = 1000
 ) -> list[list[list[int]]]:
-    """Samples per rank and microbatch."""
+    """Return the samples of each rank and microbatch."""
     from dsa_job.data import MicrobatchOrder  # imports Megatron
 
     return [

@@ -70,7 +70,8 @@ def test_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lm_l')  # a killed process
     second = reporting.Reporter(ARGS, tmp_path, 2, quiet=True)
-    assert not (tmp_path / "metrics.jsonl.damaged").exists()  # what a killed process leaves is no damage
+    # A partial line from a killed process is no damage.
+    assert not (tmp_path / "metrics.jsonl.damaged").exists()
     assert [entry["step"] for entry in second.records] == [1, 2]
     assert [entry["step"] for entry in second.heldout] == [0]
     second.step(record(3, 9.0))

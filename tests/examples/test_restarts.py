@@ -1,4 +1,4 @@
-"""A job whose ranks are killed ends with the unbroken run's weights, under ``torchrun --max-restarts``."""
+"""A job with killed ranks ends with the unbroken run's weights, under ``torchrun --max-restarts``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
     "DP2, FSDP2": "--use-torch-fsdp2",
 }
-# Else ranks of a new attempt find addresses of killed ones in the store, and do not meet.
+# Otherwise ranks of a new attempt find addresses of killed ones in the store, and never meet.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RESTARTING = ("--standalone", "--max-restarts", "3")
 
@@ -39,11 +39,11 @@ def test_killed_at_random_steps_and_restarted(jobs: JobServer, tmp_path: Path, n
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     whole = torchrun(2, jobs.arguments(unbroken, *flags), tmp_path / "whole.txt")
     chance = random.Random(name)
-    at = sorted(chance.sample(range(3, STEPS // 2), 2))
+    kill_steps = sorted(chance.sample(range(3, STEPS // 2), 2))
     saved = broken / "checkpoints" / TRACKER  # without a checkpoint a job begins another run
     output = tmp_path / "output.txt"
     job = torchrun(2, jobs.arguments(broken, *flags), output, *RESTARTING, **OWN_STORE)
-    for step in at:
+    for step in kill_steps:
         wait_for(
             lambda step=step: job.poll() is not None or (saved.exists() and step in steps_of(broken / FILE))
         )
@@ -62,12 +62,12 @@ def test_killed_at_random_steps_and_restarted(jobs: JobServer, tmp_path: Path, n
 
 
 def steps_of(file: Path) -> list[int]:
-    """Steps so far in a file of metrics; the last line may be under way."""
+    """Return the steps in a file of metrics so far; the last line may be incomplete."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line)["step"] for line in lines]
 
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """Process ids of what a launcher has started, in their order."""
+    """Return the process ids of a launcher's children, in order."""
     children = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False)
     return [int(pid) for pid in children.stdout.split()]

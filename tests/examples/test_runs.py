@@ -1,4 +1,4 @@
-"""Which settings of the job decide whether a run is continued."""
+"""Settings of the job that decide whether a run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a job, and how it says so."""
+"""Failures that end a job, and their messages."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_a_size_that_was_counted_is_called_so() -> None:
 def test_a_text_that_cannot_be_read_is_an_error_and_leaves_no_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else what is left of the text would be taken for the whole of it by all later jobs."""
+    """Otherwise all later jobs would take the rest of the text for the whole."""
     pytest.importorskip("megatron.core")
     folder, cache = tmp_path / "text", tmp_path / "cache"
     folder.mkdir()

@@ -18,7 +18,7 @@ def test_bytes_are_their_own_ids() -> None:
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int64
     assert bytes(ids.tolist()) == text
-    # Text holds no zero byte, so the end of a document is told apart.
+    # Text has no zero byte, so the end of a document is unambiguous.
     assert tokenizer.eod == 0
     assert tokenizer.eod not in ids
     assert tokenizer.vocab_size == 256

@@ -1,4 +1,4 @@
-"""The job that begins with Hugging Face's files, or with imported ones, and ends with such files."""
+"""Jobs that start from Hugging Face's files or from imported weights, and that write such files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import ROOT, JobServer, results
 
 transformers = pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20")
 VOCABULARY = 384
-"""Rows of the embedding of a tokenizer for bytes, padded."""
+"""Padded number of embedding rows of a tokenizer for bytes."""
 SIZES = """
 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --q-lora-rank 24
 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --num-experts 8
@@ -28,7 +28,7 @@ SIZES = """
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that transformers writes."""
+    """Return a folder that transformers has written."""
     folder = tmp_path_factory.mktemp("model")
     Model(DEEPSEEK).theirs(vocab_size=VOCABULARY, num_nextn_predict_layers=0).save_pretrained(folder)
     return folder
@@ -52,10 +52,10 @@ def test_files_and_imported_weights_train_alike(jobs: JobServer, model: Path, tm
     drawn = jobs.run(tmp_path / "drawn", *padded)
     assert results(tmp_path / "files") == results(tmp_path / "loaded") != results(tmp_path / "drawn")
     assert drawn.code == 0
-    _, found = transformers.AutoModelForCausalLM.from_pretrained(
+    _, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         written / "iter_0000003", output_loading_info=True
     )
-    assert not any(found.values()), found
+    assert not any(loading_info.values()), loading_info
 
 
 @pytest.mark.full
@@ -64,10 +64,10 @@ def test_what_cannot_be_loaded_ends_every_rank_with_the_message_alone(
 ) -> None:
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     ended = jobs.start(tmp_path / "run", *SIZES, *layout, "--load-hf", str(model), ranks=2)
-    assert [each.code for each in ended] == [2, 2], ended[0].output + ended[1].output
+    assert [rank.code for rank in ended] == [2, 2], ended[0].output + ended[1].output
     message = f"pretrain_dsa.py: mindspeed_dsa load-hf: {model}: embedding.word_embeddings.weight is "
     assert ended[0].output.splitlines()[-1].startswith(message)
-    assert not any("Traceback" in each.output for each in ended)
+    assert not any("Traceback" in rank.output for rank in ended)
 
 
 def test_two_sources_of_weights_are_refused(jobs: JobServer, model: Path, tmp_path: Path) -> None:

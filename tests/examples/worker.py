@@ -1,8 +1,8 @@
-"""Runs jobs in forked children of one process that has everything imported: a job starts at once.
+"""Runs jobs in forked children of one process with everything imported, so that a job starts at once.
 
-Reads one JSON object a line: ``argv`` of the job, ``environ`` to add, ``output`` file, and ``fault``, what
-goes wrong in it. Answers with ``{"pid": ...}`` at once. ``null`` in place of a job waits for all of them;
-the answer is ``{"codes": {pid: exit code}}``.
+Reads one JSON object a line: ``argv`` of the job, ``environ`` to add, ``output`` file, and ``fault`` to
+cause. Answers with ``{"pid": ...}`` at once. ``null`` instead of a job waits for all jobs; the answer is
+``{"codes": {pid: exit code}}``.
 """
 
 import errno
@@ -55,7 +55,7 @@ OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
 
 
 def run(job: dict[str, Any]) -> None:
-    """What the forked child does; never returns."""
+    """Run a job in the forked child; never return."""
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -68,7 +68,7 @@ def run(job: dict[str, Any]) -> None:
         argv = job["argv"]
         accepted = [ACCEPT_MINDSPEED.name] if accept(argv) else []
         if OURS.intersection([*accepted, *argv]):
-            session.enable_from_argv([*accepted, *argv])  # as the one-liner does where argv is its process's
+            session.enable_from_argv([*accepted, *argv])  # as the one-liner does with its process's argv
         code = main(argv)
     finally:
         sys.stdout.flush()
@@ -91,7 +91,7 @@ def die(*args: object, **kwargs: object) -> None:
 
 
 def die_in_the_write_of_step_4(place: Any) -> None:
-    """Spring a trap where there is already a checkpoint to go back to."""
+    """Cause the fault only once there is a checkpoint to resume from."""
     save = checkpoint.save
 
     def saving(args: Any, folder: Path, progress: checkpoint.Progress, *rest: Any) -> Any:
@@ -103,7 +103,7 @@ def die_in_the_write_of_step_4(place: Any) -> None:
 
 
 def write_late(shards: torch_dist.Shards) -> None:
-    """Write a rank's file when training has made its next step; the last one waits for all of LATE_S."""
+    """Write a rank's file after training has made its next step; the last write waits for LATE_S."""
     folder = Path(shards.path)
     step = int(re.findall(r"iter_(\d+)", folder.name)[0])
     end = time.monotonic() + LATE_S
@@ -115,26 +115,26 @@ def write_late(shards: torch_dist.Shards) -> None:
 
 
 def write_never(*args: object) -> None:
-    """Tell which process writes, and go on with it for ever."""
+    """Print the id of the writing process, and never finish."""
     print(f"writer {os.getpid()}", flush=True)
     time.sleep(10**6)
 
 
 def write_on_a_full_disk(*args: object) -> None:
-    """Write where files have room for a part of a shard."""
+    """Write with space for only a part of a shard."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
     WRITE(*args)
 
 
 def write_nowhere(shards: torch_dist.Shards) -> None:
-    """Write when the folder has gone."""
+    """Write after the folder was removed."""
     shutil.rmtree(shards.path)
     WRITE(shards)
 
 
 def leave_no_room_for_metrics() -> None:
-    """The third record meets a full disk."""
+    """Make the third record meet a full disk."""
     append, calls = metrics.append, [0]
 
     def appending(path: Path, record: Any) -> None:
@@ -147,7 +147,7 @@ def leave_no_room_for_metrics() -> None:
 
 
 def poison_the_loss() -> None:
-    """The loss becomes NaN where it is computed."""
+    """Make the loss NaN at the place where it is computed."""
     compute, train_step = step.loss_function, step.Stepper.train_step
     now = [0]
 
@@ -165,7 +165,7 @@ def poison_the_loss() -> None:
 
 
 def poison_a_gradient_of_rank_1() -> None:
-    """One gradient of rank 1 becomes NaN between the backward pass and the optimizer."""
+    """Make a gradient of rank 1 NaN between the backward pass and the optimizer."""
     forward_backward, calls = step.Stepper._forward_backward, [0]
 
     def poisoned(self: step.Stepper, data: Any, forward_only: bool) -> Any:
@@ -179,7 +179,7 @@ def poison_a_gradient_of_rank_1() -> None:
 
 
 def look_for_the_model_afterwards() -> None:
-    """Say whether model and optimizer are gone once the job has returned."""
+    """Print whether model and optimizer are gone after the job has returned."""
     train = training.train
 
     def looking(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An all-to-all in two halves moves what Megatron's moves, with room for other work in both directions."""
+"""An all-to-all in two halves moves the same rows as Megatron's, and overlaps other work both ways."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from torch import Tensor
 from mindspeed_dsa.parallel import all_to_all
 from tests.support import moe
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def beside_megatrons(rows: list[list[int]]) -> dict[str, Any]:
-    """Values, gradients and the order of events, of two transfers in flight at once.
+    """Return values, gradients and the order of events of two transfers in flight at once.
 
     Args:
-        rows: ``[from][to]``.
+        rows: number of rows, ``[sender][receiver]``.
     """
     import mindspeed_dsa
 
-    mindspeed_dsa.enable()  # Megatron's asks for a CUDA device
+    mindspeed_dsa.enable()  # Megatron's all-to-all asks for a CUDA device
     from megatron.core.tensor_parallel.mappings import _AllToAll
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     send, receive = rows[rank], [rows[other][rank] for other in range(ranks)]
     noise = torch.Generator().manual_seed(rank)
     wide, narrow = torch.randn(sum(send), 3, generator=noise), torch.randn(sum(send), generator=noise)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def leaves() -> list[Tensor]:
-        return [each.clone().requires_grad_() for each in (wide, narrow)]
+        return [tensor.clone().requires_grad_() for tensor in (wide, narrow)]
 
     theirs = leaves()
-    outputs = [_AllToAll.apply(dist.group.WORLD, each * 2, receive, send) for each in theirs]
+    outputs = [_AllToAll.apply(dist.group.WORLD, leaf * 2, receive, send) for leaf in theirs]
     (outputs[0] * outputs[1][:, None]).square().sum().backward()
-    found["theirs"] = [*outputs, *(each.grad for each in theirs)]
+    result["theirs"] = [*outputs, *(leaf.grad for leaf in theirs)]
 
     ours, between = leaves(), torch.ones(4, requires_grad=True)
     with moe.transfers() as events:
-        flights = [all_to_all.start(each * 2, receive, send, dist.group.WORLD) for each in ours]
+        flights = [all_to_all.start(leaf * 2, receive, send, dist.group.WORLD) for leaf in ours]
         meanwhile = between * 3
         meanwhile.register_hook(lambda grad: events.append("meanwhile"))
         outputs = [flight.wait() for flight in flights]
-        found["forward"], events[:] = list(events), []
+        result["forward"], events[:] = list(events), []
         loss = (outputs[0] * outputs[1][:, None]).square().sum() + meanwhile.sum()
         loss.backward()
-    found["backward"] = events
-    found["ours"] = [*outputs, *(each.grad for each in ours)]
+    result["backward"] = events
+    result["ours"] = [*outputs, *(leaf.grad for leaf in ours)]
     try:
         flights[0].wait()
     except RuntimeError as error:
-        found["again"] = str(error)
+        result["again"] = str(error)
     for key in ("ours", "theirs"):
-        found[key] = [each.detach() for each in found[key]]
-    return found
+        result[key] = [leaf.detach() for leaf in result[key]]
+    return result
 
 
 ROWS = {2: [[3, 2], [4, 1]], 3: [[0, 2, 1], [0, 0, 0], [5, 0, 1]]}
@@ -65,10 +65,10 @@ ROWS = {2: [[3, 2], [4, 1]], 3: [[0, 2, 1], [0, 0, 0], [5, 0, 1]]}
 
 @pytest.mark.parametrize("ranks", ROWS)
 def test_values_gradients_and_order(pool, ranks):
-    """Also of a rank that sends nothing, and of pairs that exchange nothing."""
-    for found in pool.run("tests.parallel.test_all_to_all:beside_megatrons", ranks, rows=ROWS[ranks]):
-        for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+    """Includes a rank that sends nothing, and pairs that exchange nothing."""
+    for result in pool.run("tests.parallel.test_all_to_all:beside_megatrons", ranks, rows=ROWS[ranks]):
+        for ours, theirs in zip(result["ours"], result["theirs"], strict=True):
             assert ours.equal(theirs)
-        assert found["forward"] == ["launch", "launch", "wait", "wait"]
-        assert found["backward"] == ["launch", "launch", "meanwhile", "wait", "wait"]
-        assert "waited for already" in found["again"]
+        assert result["forward"] == ["launch", "launch", "wait", "wait"]
+        assert result["backward"] == ["launch", "launch", "meanwhile", "wait", "wait"]
+        assert "waited for already" in result["again"]

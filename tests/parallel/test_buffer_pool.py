@@ -1,4 +1,4 @@
-"""Memory of transfers goes from one to the next."""
+"""Transfers reuse the memory of earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reduce-scatter over gloo that moves each byte once gives what torch's gives."""
+"""A reduce-scatter over gloo that moves each byte once gives the same result as torch's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from mindspeed_dsa.parallel import collectives
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers ------------------------------------------------------
 
 
 def scattered(dtype: str, op: str = "SUM", async_op: bool = False) -> dict[str, Any]:
-    """Results of both, and whether torch's own was called for ours."""
+    """Return the results of both, and whether ours called torch's."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     whole = torch.randint(-8, 8, (3 * ranks, 5), generator=generator).to(getattr(torch, dtype))
@@ -40,7 +40,7 @@ def scattered(dtype: str, op: str = "SUM", async_op: bool = False) -> dict[str, 
 
 
 def scattered_from_columns() -> list[bool]:
-    """Of an input that is not contiguous: whether that was exchanged, and what it gives."""
+    """Return whether a non-contiguous input was exchanged, and whether the result is right."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.arange(10.0 * ranks).view(5, 2 * ranks).t()
     output = torch.empty(2, 5)
@@ -50,7 +50,7 @@ def scattered_from_columns() -> list[bool]:
 
 
 def refused(rows: int, dtype: str) -> list[str]:
-    """What torch says, called by itself and through ours, of an output that does not fit; nothing hangs."""
+    """Return torch's errors on an output that does not fit, called directly and through ours."""
     ranks = dist.get_world_size()
     said = []
     with mock.patch.object(dist, "all_to_all_single") as exchanged:
@@ -64,7 +64,7 @@ def refused(rows: int, dtype: str) -> list[str]:
 
 
 def used_by_megatron() -> list[bool]:
-    """Whether Megatron's own regions exchange, and what they give."""
+    """Return whether Megatron's own regions exchange, and whether their results are right."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable()
@@ -94,7 +94,7 @@ CASES = "tests.parallel.test_collectives"
     ],
 )
 def test_the_sum_is_torchs(pool, ranks, arguments):
-    """Of whole numbers, which every order of adding gives exactly; other operations are left to torch."""
+    """Integers sum exactly in every order; other operations are left to torch."""
     for found in pool.run(f"{CASES}:scattered", ranks, **arguments):
         assert found["ours"].equal(found["theirs"])
         assert found["torch's was called"] == ("op" in arguments)

@@ -8,7 +8,7 @@ from mindspeed_dsa.parallel import saved_tensors
 
 @pytest.fixture
 def weight() -> torch.nn.Parameter:
-    """Square, the second half of its memory."""
+    """Return a square parameter in the second half of its storage."""
     parameter = torch.nn.Parameter(torch.randn(8, 4)[4:])
     saved_tensors.remember_parameter(parameter)
     return parameter

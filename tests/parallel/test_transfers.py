@@ -1,4 +1,4 @@
-"""Messages between ranks: what is received is asked for before anything is sent."""
+"""Messages between ranks: receives are posted before sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def between_pairs(group, tensor):
 
 @pytest.mark.parametrize("start", [around, between_pairs])
 def test_receives_are_posted_before_sends(monkeypatch, start):
-    """gloo sends when it is told of the receive, and the word comes behind all that is sent that way."""
+    """gloo sends once it knows of the receive, and that notice queues behind earlier sends."""
     posted = []
     dist = SimpleNamespace(
         isend="send",

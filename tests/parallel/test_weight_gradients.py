@@ -1,4 +1,4 @@
-"""Deferred gradients of one weight add up, whatever some of them return."""
+"""Deferred gradients of one weight add up, even if some of them return None."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_one_that_is_in_main_grad_already_drops_no_other(values):
 
 @pytest.mark.parametrize("queued", [False, True])
 def test_what_runs_again_leaves_gradients_where_it_did(queued):
-    """Beside a forward whose gradients go elsewhere, as in a pair."""
-    weight, own, others = torch.zeros(3, requires_grad=True), [], []
-    with queue_gradients([weight], own) if queued else contextlib.nullcontext():
+    """The rerun happens during a forward whose gradients go elsewhere, as in a pair."""
+    weight, queue, others = torch.zeros(3, requires_grad=True), [], []
+    with queue_gradients([weight], queue) if queued else contextlib.nullcontext():
         again = queued_as_now(lambda: deferred_gradient_of(weight))
     with queue_gradients([weight], others):
-        found = again()
+        result = again()
         assert deferred_gradient_of(weight).is_in(others)
         assert are_queued()
-    assert found.is_in(own) if queued else found is None
+    assert result.is_in(queue) if queued else result is None
     assert not are_queued()
 
 

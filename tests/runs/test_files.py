@@ -1,4 +1,4 @@
-"""Sizes as people read them; temporary names, which processes run, and which share locks or write alone."""
+"""Human-readable sizes, temporary names, running processes, and locks of a single writer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_amounts(nbytes: int, text: str) -> None:
 def test_two_containers_of_one_name_and_number_write_their_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First processes of containers have the same number, and may share a host's name as they do a folder."""
+    """First processes of containers have equal numbers, and may share a host name and a folder."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
     path = tmp_path / "state.json"
@@ -105,7 +105,7 @@ def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) ->
         with pytest.raises(RunError, match=f"out is being written by process {other.pid} on .*wait until"):
             Sole(path, "out")
         other.kill()
-    sole = Sole(path, "out")  # what a killed one has left keeps nobody out
+    sole = Sole(path, "out")  # the file of a killed writer keeps no other out
     with pytest.raises(RunError, match=f"process {os.getpid()} on {socket.gethostname()}"):
         Sole(path, "out")
     sole.end()
@@ -136,7 +136,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(
 
 
 def no_locks(descriptor: int, operation: int) -> None:
-    """Do what ``flock`` does on a file system without locks."""
+    """Fail as ``flock`` does on a file system without locks."""
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
@@ -156,7 +156,8 @@ def test_without_locks_a_second_writer_is_refused_as_well(
         ):
             Sole(path, "out")
         other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+        # The process has ended, and stays a zombie until its parent waits for it.
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         sole = Sole(path, "out")
     with pytest.raises(RunError, match=f"by process {os.getpid()} on "):
         Sole(path, "out")
@@ -169,7 +170,7 @@ def test_without_locks_a_second_writer_is_refused_as_well(
     ("changed", "refused"),
     [
         ({}, True),
-        ({"started": "1"}, sys.platform != "linux"),  # a number that has come again
+        ({"started": "1"}, sys.platform != "linux"),  # the number was reused
         ({"started": ""}, True),
         ({"where": "another machine"}, True),
         (None, True),
@@ -199,7 +200,7 @@ def test_without_locks_only_what_a_process_from_here_has_left_is_taken_over(
 def test_without_locks_one_of_two_successors_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later one has read who has ended before the other one has put its own name there."""
+    """The later one reads the ended writer's name before the other one writes its own."""
     monkeypatch.setattr(fcntl, "flock", no_locks)
     path, held = tmp_path / ".model.lock", tmp_path / ".model.lock.held"
     with subprocess.Popen(
@@ -227,7 +228,7 @@ def test_without_locks_one_of_two_successors_takes_over(
 def test_without_locks_the_refusal_says_what_a_job_killed_elsewhere_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing tells a machine whether the process of another one still runs."""
+    """A machine cannot know whether a process on another machine still runs."""
     monkeypatch.setattr(fcntl, "flock", no_locks)
     path, held = tmp_path / ".model.lock", tmp_path / ".model.lock.held"
     held.write_text(
@@ -257,7 +258,7 @@ def test_a_process_that_was_killed_and_not_waited_for_does_not_run() -> None:
 def test_a_forked_process_does_not_share_a_lock(
     take: Callable[[Path], IO[str] | None], tmp_path: Path
 ) -> None:
-    """What writes a checkpoint may wait for a disk when its job is killed, and has to keep nobody out."""
+    """A forked writer may outlive its killed job, and must not keep the lock."""
     held = take(tmp_path / "lock")
     assert held is not None
     told, tell = os.pipe()
@@ -268,7 +269,7 @@ def test_a_forked_process_does_not_share_a_lock(
         os._exit(0)
     try:
         os.read(told, 1)
-        assert try_lock(tmp_path / "lock") is None  # it is this process's still
+        assert try_lock(tmp_path / "lock") is None  # this process still holds it
         held.close()
         with try_lock(tmp_path / "lock") or pytest.fail("the child holds it"):
             pass

@@ -46,7 +46,7 @@ def test_records_without_an_indexer_loss_are_drawn(tmp_path: Path) -> None:
 
 
 def torn(path: Path, *steps: int) -> bytes:
-    """A file of records, the last of which a kill has torn; what is left of that."""
+    """Write records to a file, tear the last one, and return its rest."""
     for step in steps:
         metrics.append(path, {"step": step, "lm_loss": 1.0})
     content = path.read_bytes()[:-9]

@@ -1,4 +1,4 @@
-"""Lists of events are Megatron's own orders, and what Megatron refuses is refused."""
+"""Lists of events equal Megatron's own orders, and layouts that Megatron refuses are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_four_ranks_two_chunks_eight_microbatches(extra):
 
 
 def test_dependent_pairs_are_all_on_the_last_rank():
-    """Without the extra warmup: those whose backward is that of their own forward."""
+    """Without the extra warmup, the backward of such a pair belongs to its own forward."""
 
     def dependent(extra):
         made = schedule(MEGATRON, 4, 2, 8, paired=True, extra_warmup=extra)

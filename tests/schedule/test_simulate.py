@@ -1,4 +1,4 @@
-"""Simulated steps: times that can be derived by hand or were published, and what figures say of them."""
+"""Simulated steps: times that can be derived by hand or were published, and the figures from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_dsa.schedule.simulate import simulate
 
 MEGATRON = Megatron()
 THIRD = Costs(all_to_all_forward=0.5, all_to_all_backward=1.0)
-"""Forward 1, backward 2, all-to-all a third of the serial time."""
+"""Forward 1 and backward 2; all-to-all is a third of the serial time."""
 NONE = Costs()
 
 
@@ -51,7 +51,7 @@ def test_hidden_communication(layout, bound, serial, paired, extra, ends):
     [((4, 1, 8), 44, 41), ((4, 2, 8), 76, 73), ((8, 1, 32), 156, 149), ((16, 2, 64), 572, 557)],
 )
 def test_recompute_ahead_of_the_gradient(layout, plain, ahead):
-    """Removes (ranks - 1) recomputations of a chunk from the step."""
+    """It removes (ranks - 1) recomputations of a chunk from the step."""
     assert step(NONE, *layout, recompute="in place") == plain
     assert step(NONE, *layout, recompute="in advance") == ahead
     assert step(NONE, *layout, recompute="in bubbles") == ahead
@@ -61,7 +61,7 @@ def test_recompute_ahead_of_the_gradient(layout, plain, ahead):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 32)])
 @pytest.mark.parametrize(("f", "x", "w"), [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)])
 def test_zero_bubble_by_its_formula(ranks, microbatches, f, x, w):
-    """``(p - 1)(F + B - W)`` of bubble on each rank, and no more activations than 1F1B."""
+    """The bubble is ``(p - 1)(F + B - W)`` on each rank, with no more activations than 1F1B."""
     costs = Costs(forward=f, input_gradient=x, weight_gradient=w)
     timeline = simulate(lists.zero_bubble(ranks, microbatches), costs)
     assert timeline.step_time == pytest.approx(microbatches * (f + x + w) + (ranks - 1) * (f + x - w))
@@ -88,9 +88,9 @@ def test_figures_of_pairs():
 def test_memory_of_recomputed_and_split_backwards():
     costs = Costs(activations=4.0, checkpoint=1.0, weight_activations=0.5)
     one = figures(simulate(schedule(MEGATRON, 1, 1, 2, recompute="in place"), costs), costs)
-    assert one.peak_memory == (5.0,)  # a checkpoint, and what is recomputed from it
+    assert one.peak_memory == (5.0,)  # a checkpoint, and the activations recomputed from it
     four = figures(simulate(lists.zero_bubble(4, 8), costs), costs)
-    # The last rank keeps one microbatch whole and, of three more, what their weight gradients need.
+    # The last rank keeps one whole microbatch, and the inputs of weight gradients of three more.
     assert four.peak_memory[-1] == 4.0 + 3 * 2.0
 
 
@@ -102,7 +102,7 @@ def test_bubbles_and_p2p():
 
 
 def test_the_table_of_split_backwards():
-    """As docs/features/split-backward.md shows it."""
+    """The reference is the table in docs/features/split-backward.md."""
     page = Path(__file__).parents[2] / "docs/features/split-backward.md"
     table = page.read_text(encoding="utf-8").partition("<!-- simulated:begin -->\n")[2]
     shown = [line.split(" | ")[1:] for line in table.partition("<!-- simulated:end -->")[0].splitlines()[2:]]
@@ -116,7 +116,7 @@ def test_the_table_of_split_backwards():
 
 
 def test_measured_times_take_the_place_of_costs():
-    """As ``--beside`` uses them: of a kind of event in a stage, transfers included."""
+    """``--beside`` measures times by kind of event and stage, transfers included."""
     measured = {(Kind.FORWARD, 1): 3.0, (Kind.BACKWARD, 1): 6.0}
     assert step(Costs(measured=measured, all_to_all_forward=0.5), 2, 1, 1) == 1.5 + 9 + 2
 
@@ -140,7 +140,7 @@ def test_a_deadlock_is_named():
     extra=st.booleans(),
 )
 def test_no_shape_deadlocks(ranks, chunks, groups, wider, rest, paired, extra):
-    """All that Megatron accepts; a pair can wait only for what others finish without it."""
+    """Covers all shapes that Megatron accepts; a pair waits only for units that end without it."""
     group = ranks + wider
     rest %= group
     microbatches = groups * group + (rest if rest >= ranks else 0)
@@ -164,7 +164,7 @@ def test_costs_that_are_none(wrong):
 
 
 def test_the_command(tmp_path, capsys):
-    """Its table, its files, and the same work on a rank in every schedule."""
+    """Covers its table, its files, and equal work of a rank in every schedule."""
     files = {name: tmp_path / f"s.{name}" for name in ("png", "perfetto", "json")}
     argv = (
         "schedule --virtual 2 --num-microbatches 8 --all-to-all-forward 0.5 --all-to-all-backward 1".split()
@@ -221,7 +221,7 @@ PLACES = ("place", "bubbles", "advance")
     ],
 )
 def test_schedules_that_a_layout_does_not_have_are_left_out(argv, shown, left_out, capsys):
-    """Unless they are named."""
+    """Schedules that are named are not left out."""
     assert main(["schedule", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:] if not line.startswith("left out")] == shown
