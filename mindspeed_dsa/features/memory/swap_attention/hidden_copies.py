@@ -203,6 +203,9 @@ class Choice(pipeline_steps.Follower):
         super().__init__(context.megatron)
         self._measures, self._log = context.options.measures, context.log
         self._layers: WeakKeyDictionary[Any, OfLayer] = WeakKeyDictionary()
+        # Layer's pass by the storage of its output, in which the layer above finds the pass below. Not by the
+        # tensor: FSDP2 inserts a node between layers, which returns another one.
+        self.pass_of_output: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._most_bytes = context.options.most_bytes
         self._on_host = 0
         self._step = 0

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,21 +27,15 @@ from mindspeed_dsa.megatron import releases, split_layers
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.local_shards import local_of
 
-_chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
-"""Dict from each layer that swaps to the attributes of its modules that do."""
-_pass_of_output: WeakKeyDictionary[Any, LayerPass] = WeakKeyDictionary()
-"""Dict from the storage of a layer's output to the layer's pass.
-
-The layer above looks up its input here, to find the pass below. The key is the storage and not the tensor,
-because FSDP2 inserts a node between layers, which returns another tensor.
-"""
+_SWAPS = "_mindspeed_dsa_swaps"
+"""Attribute of a layer that swaps: the :class:`_Modules` that do."""
 
 
 def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TransformerLayer.forward`` to swap the tensors that it saves."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _chosen or not torch.is_grad_enabled():
+        if _SWAPS not in vars(self) or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         others = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
@@ -68,20 +61,26 @@ class _Swapping(split_layers.Pass):
     def __init__(
         self, context: Context[Options], layer: Any, hidden_states: Tensor, others: Sequence[Any]
     ) -> None:
-        self._context = context
+        self._context, self._choice = context, context.state(Choice)
+        self._modules: _Modules = vars(layer)[_SWAPS]
         self._pass = LayerPass(
             f"layer {layer.layer_number}",
             context.options.smallest,
-            _of_others([getattr(layer, name) for name in _chosen[layer]], list(others)),
-            _pass_of_output.get(hidden_states.untyped_storage()),
+            _of_others([getattr(layer, name) for name in self._modules.names], list(others)),
+            self._choice.pass_of_output.get(hidden_states.untyped_storage()),
             # Transformer Engine's context parallel attention alternates between two streams.
             of_any_stream=layer.config.context_parallel_size > 1,
-            choice=context.state(Choice),
+            choice=self._choice,
             layer=layer,
         )
 
-    def piece(self) -> contextlib.AbstractContextManager[None]:
-        return self._pass.piece()
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        before, self._modules.running = self._modules.running, self._pass
+        try:
+            yield
+        finally:
+            self._modules.running = before
 
     def ends(self, output: Tensor) -> None:
         layer_pass = self._pass
@@ -98,7 +97,7 @@ class _Swapping(split_layers.Pass):
             )
         if output.requires_grad:
             output.register_hook(layer_pass.backward_begins)
-            _pass_of_output[output.untyped_storage()] = layer_pass
+            self._choice.pass_of_output[output.untyped_storage()] = layer_pass
 
 
 def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
@@ -133,33 +132,36 @@ def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> C
 
 
 def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
-    def enter(module: Any, _: Any) -> None:
-        stack = contextlib.ExitStack()
-        layer_pass = running()
-        if layer_pass is not None and torch.is_grad_enabled():
-            stack.enter_context(_with_parameters_kept(context.megatron))
-            stack.enter_context(layer_pass.hooks())
-        _entered.setdefault(module, []).append(stack)
-
     def choose(layer: Any) -> None:
-        _chosen[layer] = context.options.attributes
-        for name in _chosen[layer]:
+        modules = vars(layer)[_SWAPS] = _Modules(context.options.attributes, context.megatron)
+        for name in modules.names:
             module = getattr(layer, name)
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(_leave, always_call=True)
+            module.register_forward_pre_hook(partial(modules.enter, name))
+            module.register_forward_hook(partial(modules.leave, name), always_call=True)
         split_layers.follow(layer, partial(_Swapping, context))
 
     return choose
 
 
-_entered: WeakKeyDictionary[Any, list[contextlib.ExitStack]] = WeakKeyDictionary()
-"""Dict from each module to its open hook contexts, more than one if the module calls itself."""
+class _Modules:
+    """Modules of a layer that swap, by attribute, and the layer's running pass."""
 
+    def __init__(self, names: tuple[str, ...], megatron: Megatron) -> None:
+        self.names, self._megatron = names, megatron
+        self.running: LayerPass | None = None
+        # Open hook contexts, more than one if the module calls itself.
+        self._entered: dict[str, list[contextlib.ExitStack]] = {name: [] for name in names}
 
-def _leave(module: Any, _: Any, __: Any) -> None:
-    stacks = _entered.get(module)
-    if stacks:  # empty if another pre-hook raised before ours ran
-        stacks.pop().close()
+    def enter(self, name: str, *_: Any) -> None:
+        stack = contextlib.ExitStack()
+        if self.running is not None and torch.is_grad_enabled():
+            stack.enter_context(_with_parameters_kept(self._megatron))
+            stack.enter_context(self.running.hooks())
+        self._entered[name].append(stack)
+
+    def leave(self, name: str, *_: Any) -> None:
+        if self._entered[name]:  # empty if another pre-hook raised before ours ran
+            self._entered[name].pop().close()
 
 
 @contextlib.contextmanager
@@ -179,14 +181,6 @@ def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
             del engine.CPUOffloadEnabled
         else:
             engine.CPUOffloadEnabled = before
-
-
-_running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
-
-
-def running() -> LayerPass | None:
-    """Return the pass that this thread is running."""
-    return _running.get()
 
 
 class LayerPass:
@@ -228,22 +222,6 @@ class LayerPass:
         # Parts of the layer, and of the schedule around it, may run on another stream (--two-streams).
         self._stream = platforms.current().current_stream()
         self._limit, self._clock = (None, None) if choice is None else choice.starts(layer, self)
-
-    @contextlib.contextmanager
-    def whole_layer(self) -> Iterator[None]:
-        """Surround the layer's whole forward, and release the device memory at its end."""
-        with self.piece():
-            yield
-        self.leave()
-
-    @contextlib.contextmanager
-    def piece(self) -> Iterator[None]:
-        """Surround a part of the layer's forward."""
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
 
     def leave(self) -> None:
         """Release the device memory at the end of the layer's forward."""

@@ -319,8 +319,8 @@ def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -
     vpp = layout.get("vpp")
     _, chunks = built({**PLAIN, "num_layers": num_layers}, stages=vpp or 1, pp=layout.get("pp", 1))
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    chosen = swap_layers._chosen
-    return {layer.layer_number: chosen[layer] for layer in layers if layer in chosen}
+    swaps = {layer.layer_number: vars(layer).get(swap_layers._SWAPS) for layer in layers}
+    return {number: modules.names for number, modules in swaps.items() if modules is not None}
 
 
 def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:

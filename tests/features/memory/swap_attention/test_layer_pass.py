@@ -40,8 +40,10 @@ def source() -> Tensor:
 def swapped(function: Callable[..., Tensor], *inputs: Tensor, min_bytes: int = 0, stays: Any = ()) -> Tensor:
     """Run ``function(*inputs)`` in a separate layer pass."""
     layer_pass = LayerPass("layer 7", min_bytes, iter(stays))
-    with layer_pass.whole_layer(), layer_pass.hooks():
-        return function(*inputs)
+    with layer_pass.hooks():
+        output = function(*inputs)
+    layer_pass.leave()
+    return output
 
 
 def gradient(output: Tensor, x: Tensor) -> Tensor:
@@ -345,8 +347,9 @@ def test_memory_is_not_given_back_under_a_copy(late):
     x = source()
     below = LayerPass("layer 0", 0, iter(()))
     above = LayerPass("layer 1", 0, iter(()), below)
-    with below.whole_layer(), below.hooks():
+    with below.hooks():
         y = (2 * x).sin()
+    below.leave()
     above.backward_begins(y)
     assert late.used == [0, 1]
     del y
@@ -377,8 +380,9 @@ def test_the_layer_below_is_fetched_ahead(seen):
     passes: list[LayerPass] = []
     for number in range(3):
         passes.append(LayerPass(f"layer {number}", 0, iter(()), passes[-1] if passes else None))
-        with passes[-1].whole_layer(), passes[-1].hooks():
+        with passes[-1].hooks():
             x = (2 * x).sin()
+        passes[-1].leave()
     counts = []
     for layer_pass in reversed(passes):
         layer_pass.backward_begins(x)

@@ -46,9 +46,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 def test_the_copy_to_the_host_keeps_memory_of_other_streams(recorded, of_any_stream):
     x = torch.randn(8, 8).requires_grad_()
     layer_pass = LayerPass("layer 1", 0, iter(()), of_any_stream=of_any_stream)
-    with layer_pass.whole_layer(), layer_pass.hooks():
+    with layer_pass.hooks():
         between = 2 * x
         y = between[2:].sin()
+    layer_pass.leave()
     to_host = 0
     # The view's whole storage is copied: 8 x 8 fp32 numbers.
     assert recorded.readers == [(to_host, between.data_ptr(), 256)] * of_any_stream
@@ -132,8 +133,9 @@ def test_a_layers_tensors_keep_their_type(recorded, monkeypatch):
     )
     x = torch.randn(8, 8, dtype=torch.bfloat16).requires_grad_()
     layer_pass = LayerPass("layer 1", 0, iter(()))
-    with layer_pass.whole_layer(), layer_pass.hooks():
+    with layer_pass.hooks():
         y = (2 * x).sin()
+    layer_pass.leave()
     assert seen == [torch.bfloat16]
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert gradient.equal(2 * (2 * x.detach()).cos())
