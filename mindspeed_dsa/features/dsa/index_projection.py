@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +24,39 @@ class _NoScores:
         return None, None
 
 
-@dataclass
-class _Tap:
-    """Recorder for the arguments of Megatron's score function; ``compute`` asks for the scores as well."""
+_PROJECTION = "_mindspeed_dsa_projection"
+"""Attribute of an indexer while it projects for our operators."""
 
+
+@dataclass
+class _Projection:
+    """Projection of an indexer for our operators.
+
+    Attributes:
+        angles: rotary angles of packed documents' tokens, if there are documents.
+        compute: whether Megatron's scores are wanted as well.
+        inputs: recorded arguments of Megatron's score function.
+    """
+
+    angles: Tensor | None
     compute: bool
     inputs: IndexInputs | None = None
 
 
-_tap: ContextVar[_Tap | None] = ContextVar("_tap", default=None)
+@contextmanager
+def projecting(indexer: Any, angles: Tensor | None = None, compute: bool = False) -> Iterator[_Projection]:
+    """Mark an indexer in the block: it projects for our operators. See :class:`_Projection`."""
+    projection = _Projection(angles, compute)
+    setattr(indexer, _PROJECTION, projection)
+    try:
+        yield projection
+    finally:
+        delattr(indexer, _PROJECTION)
+
+
+def projection_of(indexer: Any) -> _Projection | None:
+    """Return the running projection for our operators, which apply ReLU themselves if asked, or ``None``."""
+    return getattr(indexer, _PROJECTION, None)
 
 
 def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -44,50 +67,28 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     """
 
     def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
-        tap = _tap.get()
-        if tap is None:
+        projection = projection_of(self)
+        if projection is None:
             return original(self, q, weights, k)
-        tap.inputs = IndexInputs.from_megatron(q, k, weights, self.config.dsa_indexer_scoring_relu)
-        return original(self, q, weights, k) if tap.compute else _NoScores()
+        projection.inputs = IndexInputs.from_megatron(q, k, weights, self.config.dsa_indexer_scoring_relu)
+        return original(self, q, weights, k) if projection.compute else _NoScores()
 
     return _compute_index_scores
-
-
-_scores_elsewhere: ContextVar[bool] = ContextVar("_scores_elsewhere", default=False)
-
-
-def scores_elsewhere() -> bool:
-    """Return whether an indexer is projecting for our operators, which apply ReLU themselves if asked."""
-    return _scores_elsewhere.get()
-
-
-@contextmanager
-def for_operators() -> Iterator[None]:
-    """Set :func:`scores_elsewhere` in the block: indexers then project for our operators."""
-    token = _scores_elsewhere.set(True)
-    try:
-        yield
-    finally:
-        _scores_elsewhere.reset(token)
-
-
-_angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
-"""Rotary angles of packed documents' tokens, set while their hidden states are projected."""
 
 
 def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``DSAIndexer._apply_rope``: positions restart at 0 in each packed document."""
 
     def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
-        return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
+        return original(self, x, angles_of_rows(self, rotary_pos_emb), mscale)
 
     return _apply_rope
 
 
-def angles_of_rows(angles: Tensor) -> Tensor:
+def angles_of_rows(indexer: Any, angles: Tensor) -> Tensor:
     """Return the angles of packed documents during their projection, else ``angles``, ``[s, 1, 1, rope]``."""
-    of_documents = _angles.get()
-    return angles if of_documents is None else of_documents
+    projection = projection_of(indexer)
+    return angles if projection is None or projection.angles is None else projection.angles
 
 
 @dataclass(frozen=True)
@@ -109,17 +110,13 @@ def start_index(call: Call) -> IndexUnderWay:
         return _start_gathered(call, call.exchange)
     indexer, inputs = call.layer.indexer, indexer_arguments(call)
     angles = None if call.documents is None else call.documents.angles(indexer.rotary_pos_emb)[0]
-    token = _angles.set(angles)
-    try:
-        if hasattr(indexer, "forward_before_topk"):
-            with for_operators():
-                query, key, weights = indexer.forward_before_topk(*inputs, None)
-            use_relu = indexer.config.dsa_indexer_scoring_relu
-            projected = IndexInputs.from_megatron(query, key, weights, use_relu)
-        else:
-            projected = run_tapped(indexer, *inputs, None, compute=False)[0]
-    finally:
-        _angles.reset(token)
+    if hasattr(indexer, "forward_before_topk"):
+        with projecting(indexer, angles):
+            query, key, weights = indexer.forward_before_topk(*inputs, None)
+        use_relu = indexer.config.dsa_indexer_scoring_relu
+        projected = IndexInputs.from_megatron(query, key, weights, use_relu)
+    else:
+        projected = run_tapped(indexer, *inputs, None, False, angles)[0]
     if call.earlier:
         # x included earlier tokens, which are keys but not queries: query [b, s, ...], key [b, keys, dim].
         projected = projected.of(slice(call.earlier, None), slice(None))
@@ -191,7 +188,7 @@ def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
 
 
 def run_tapped(
-    indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool
+    indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool, angles: Tensor | None = None
 ) -> tuple[IndexInputs, tuple[Any, Any]]:
     """Run Megatron's ``forward_with_scores`` and record the arguments of its score function.
 
@@ -201,15 +198,12 @@ def run_tapped(
         qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``.
         mask: ``[sequence, sequence]``, added to the scores; None for no mask.
         compute: whether to compute scores and selection.
+        angles: rotary angles of packed documents' tokens, if there are documents.
 
     Returns:
         The indexer's query, key and weights, and the pair (scores, selection), both None without ``compute``.
     """
-    tap = _Tap(compute)
-    token = _tap.set(tap)
-    try:
+    with projecting(indexer, angles, compute) as projection:
         result = indexer.forward_with_scores(x, qr, mask=mask, packed_seq_params=None)
-    finally:
-        _tap.reset(token)
-    assert tap.inputs is not None
-    return tap.inputs, result
+    assert projection.inputs is not None
+    return projection.inputs, result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.index_projection import for_operators, indexer_arguments, run_tapped
+from mindspeed_dsa.features.dsa.index_projection import indexer_arguments, projecting, run_tapped
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.main_attention import expanded_key
 from mindspeed_dsa.features.dsa.model.indexer import heads_without_relu
@@ -48,7 +48,7 @@ def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selec
         qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``.
     """
     if hasattr(indexer, "forward_before_topk"):
-        with for_operators():
+        with projecting(indexer):
             query, key, weights = indexer.forward_before_topk(x, qr, None)
         inputs = IndexInputs.from_megatron(query, key, weights, indexer.config.dsa_indexer_scoring_relu)
         mask = causal_mask(inputs.query.shape[1], x.device)

@@ -177,7 +177,7 @@ class Indexer(torch.nn.Module):
         angles, mscale = self.rotary_pos_emb(x.size(0) * self.pg_collection.cp.size()), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
-        angles = angles_of_rows(angles)
+        angles = angles_of_rows(self, angles)
         # [s, b, heads * head_dim] -> [s, b, heads, head_dim]
         query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
         key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)  # [s, b, 1, head_dim]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.dsa.index_projection import scores_elsewhere
+from mindspeed_dsa.features.dsa.index_projection import projection_of
 from mindspeed_dsa.features.dsa.model.feature import Options
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, norm_of_fused_layer
 
@@ -136,28 +136,40 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
 
 # -- Hadamard rotation and scores --------------------------------------------------------------
 
-_rotates: ContextVar[bool] = ContextVar("_rotates", default=True)
-"""Whether the indexer that is projecting applies the Hadamard rotation."""
+
+class _Rotation:
+    """Whether the indexer that is projecting applies the Hadamard rotation."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.is_wanted = True
+
+    @contextmanager
+    def of(self, indexer: Any) -> Iterator[None]:
+        """Rotate in the block as the indexer's configuration says."""
+        before, self.is_wanted = self.is_wanted, indexer.config.dsa_indexer_rotate_activation
+        try:
+            yield
+        finally:
+            self.is_wanted = before
 
 
-def rotate_where_wanted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``rotate_activation``, which does not get the configuration, to read :data:`_rotates`."""
+def rotate_where_wanted(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``rotate_activation``, which does not get the configuration."""
+    rotation = context.state(_Rotation)
 
     def rotate_activation(x: Tensor) -> Tensor:
-        return original(x) if _rotates.get() else x
+        return original(x) if rotation.is_wanted else x
 
     return rotate_activation
 
 
-def project_with_scores(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16 to set :data:`_rotates`; it includes projection."""
+def project_with_scores(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16, which includes projection."""
+    rotation = context.state(_Rotation)
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _rotates.set(self.config.dsa_indexer_rotate_activation)
-        try:
+        with rotation.of(self):
             return original(self, *args, **kwargs)
-        finally:
-            _rotates.reset(token)
 
     return forward_with_scores
 
@@ -175,20 +187,18 @@ def score_without_relu(original: Callable[..., Tensor]) -> Callable[..., Tensor]
     return _compute_index_scores
 
 
-def project(original: Callable[..., Any]) -> Callable[..., Any]:
+def project(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``DSAIndexer.forward_before_topk`` of 0.17 and 0.18.
 
     For scores without ReLU, Megatron's own score functions, which always apply it, get two heads that
     replace all heads; see :func:`heads_without_relu`.
     """
+    rotation = context.state(_Rotation)
 
     def forward_before_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _rotates.set(self.config.dsa_indexer_rotate_activation)
-        try:
+        with rotation.of(self):
             query, key, weights = original(self, *args, **kwargs)
-        finally:
-            _rotates.reset(token)
-        if not self.config.dsa_indexer_scoring_relu and not scores_elsewhere():
+        if not self.config.dsa_indexer_scoring_relu and projection_of(self) is None:
             query, weights = heads_without_relu(query, weights)
         return query, key, weights
 
