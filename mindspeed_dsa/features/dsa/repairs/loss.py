@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,12 +24,17 @@ from mindspeed_dsa.megatron.dsa import uses_dsa
 
 # -- loss-gate: skip a loss with coefficient 0 ----------------------------------------------
 
-_without_loss: ContextVar[bool] = ContextVar("_without_loss", default=False)
-"""Whether an attention layer without indexer loss is running."""
+
+class _Gate:
+    """Whether an attention layer without indexer loss is running."""
+
+    def __init__(self, context: Context[None]) -> None:
+        self.is_shut = False
 
 
-def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def skip_unwanted_loss(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Decorate ``DSAttention.forward`` to take its evaluation path if the indexer loss is not needed."""
+    gate = context.state(_Gate)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         learns = self.training and torch.is_grad_enabled()
@@ -40,11 +44,11 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         self.training = False  # of this module only; here it only decides whether there is a loss
         # Not set under no_grad: there is no graph to avoid, and code inside may enable one that it needs,
         # like the warm-up stage.
-        token = _without_loss.set(torch.is_grad_enabled())
+        before, gate.is_shut = gate.is_shut, torch.is_grad_enabled()
         try:
             output = original(self, *args, **kwargs)
         finally:
-            _without_loss.reset(token)
+            gate.is_shut = before
             self.training = mode
         # A layer that shares a selection has no indexer.
         return with_zero_gradients(output, self.indexer) if learns and self.indexer is not None else output
@@ -52,14 +56,15 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def score_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+def score_without_graph(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Decorate ``DSAIndexer.forward_with_scores`` to build no graph inside attention without loss.
 
     Outside attention, callers of the scores may need their gradient.
     """
+    gate = context.state(_Gate)
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not _without_loss.get()):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not gate.is_shut):
             return original(self, *args, **kwargs)
 
     return forward_with_scores
