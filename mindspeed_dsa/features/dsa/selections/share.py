@@ -6,7 +6,6 @@ Does not import Megatron, because it is loaded while Megatron is being imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -22,12 +21,20 @@ from mindspeed_dsa.megatron.selections import Sharing
 
 # -- places: layers with an indexer, and the source layers of the others ------------------------
 
-_of_mtp: ContextVar[list[Any] | None] = ContextVar("_of_mtp", default=None)
-"""Core attentions in the multi-token prediction layer that is being built. None outside one."""
+
+class _Running:
+    """Layers that are being built or run."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        # Core attentions in the multi-token prediction layer that is being built; None outside one.
+        self.of_mtp: list[Any] | None = None
+        # Place of the computing layer whose Megatron attention is running.
+        self.place: Place | None = None
 
 
 def place_in_decoder(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``TransformerLayer.__init__`` to store layer numbers and remove indexers of sharing layers."""
+    running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -35,7 +42,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
         attention = getattr(getattr(self, "self_attention", None), "core_attention", None)
         if not hasattr(attention, "indexer"):
             return
-        inner = _of_mtp.get()
+        inner = running.of_mtp
         # Inside an MTP layer, the number is only known to place_in_mtp.
         if inner is not None:
             inner.append(attention)
@@ -50,16 +57,16 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
     return __init__
 
 
-def place_in_mtp(original: Callable[..., None]) -> Callable[..., None]:
+def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionLayer.__init__`` to place the transformer layer that it builds."""
+    running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        inner: list[Any] = []
-        token = _of_mtp.set(inner)
+        inner = running.of_mtp = []
         try:
             original(self, config, *args, **kwargs)
         finally:
-            _of_mtp.reset(token)
+            running.of_mtp = None
         sharing = Sharing.of(config)
         for attention in inner:
             vars(attention)[NUMBER] = config.num_layers + self.layer_number
@@ -114,23 +121,20 @@ def put(attention: Any, place: Place) -> None:
 # -- attention: reading and storing selections ---------------------------------------------------
 
 
-_attending: ContextVar[Place | None] = ContextVar("_attending", default=None)
-"""Place of the computing layer whose Megatron attention is running."""
-
-
 def attend_with_megatron(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward`` of releases without sharing, where fused DSA does not replace it."""
+    running = context.state(_Running)
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         place, selections = place_of(self), current()
         if context.options.any or place is None:
             return original(self, query, key, value, *args, **kwargs)
         if not selections.is_shared_by(place):
-            token = _attending.set(place)
+            running.place = place
             try:
                 return original(self, query, key, value, *args, **kwargs)
             finally:
-                _attending.reset(token)
+                running.place = None
         (topk_indices,) = selections.read(place).topk_indices
         selections.release(place)
         dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
@@ -140,15 +144,15 @@ def attend_with_megatron(original: Callable[..., Tensor], context: Context[Optio
     return forward
 
 
-def hand_on_indices(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def hand_on_indices(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``unfused_dsa_fn``, Megatron's attention to selected keys, to store indices for sharing."""
+    running = context.state(_Running)
 
     def unfused_dsa_fn(
         query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        place = _attending.get()
-        if place is not None:
-            current().store(place, topk_indices)
+        if running.place is not None:
+            current().store(running.place, topk_indices)
         return original(query, key, value, topk_indices, *args, **kwargs)
 
     return unfused_dsa_fn
