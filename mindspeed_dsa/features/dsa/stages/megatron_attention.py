@@ -43,7 +43,8 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
         up_v_weight: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        learns = warmup.collects() and self.indexer is not None and coefficient(self.config) > 0
+        collects = warmup.attachments_of(self) is not None
+        learns = collects and self.indexer is not None and coefficient(self.config) > 0
         dense = _dense_view(self, x, learns)
         if not learns:
             result: Tensor = original(
@@ -65,7 +66,7 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
                 up_v_weight=None if up_v_weight is None else up_v_weight.detach(),
                 **kwargs,
             )
-        warmup.collect_graph(attended)
+        warmup.collect_graph(self, attended)
         return attended.detach()
 
     return forward

@@ -10,7 +10,6 @@ Imports Megatron only when called, because these functions are loaded while Mega
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,18 +24,18 @@ from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operand
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.ops.graph import with_backward_of
 
-_attachments: ContextVar[list[Callable[[Tensor], Tensor]] | None] = ContextVar("_attachments", default=None)
-"""Functions that attach the running layer's indexer losses to its output. None outside a warm-up layer."""
+_ATTACHMENTS = "_mindspeed_dsa_attachments"
+"""Attribute of a running warm-up layer's core attention: functions that attach losses to the output."""
 
 
-def collects() -> bool:
-    """Return whether a warm-up layer is running that needs its indexer loss."""
-    return _attachments.get() is not None
+def attachments_of(attention: Any) -> list[Callable[[Tensor], Tensor]] | None:
+    """Return the functions that attach losses to a layer's output; ``None`` if the layer needs no loss."""
+    return getattr(attention, _ATTACHMENTS, None)
 
 
-def collect_graph(attended: Tensor) -> None:
+def collect_graph(attention: Any, attended: Tensor) -> None:
     """Attach the graph of a core attention's output, with the indexer loss, to the running layer's output."""
-    attachments = _attachments.get()
+    attachments = attachments_of(attention)
     if attachments is not None and attended.requires_grad:
         attachments.append(lambda output: with_backward_of(output, attended))
 
@@ -48,12 +47,13 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
         if not (self.training and torch.is_grad_enabled()):
             return original(self, hidden_states, *args, **kwargs)
         attachments: list[Callable[[Tensor], Tensor]] = []
-        token = _attachments.set(attachments)
+        attention = getattr(self.self_attention, "core_attention", self)
+        setattr(attention, _ATTACHMENTS, attachments)
         try:
             with torch.no_grad():
                 result = original(self, hidden_states, *args, **kwargs)
         finally:
-            _attachments.reset(token)
+            delattr(attention, _ATTACHMENTS)
         output, *rest = result if isinstance(result, tuple) else (result,)
         # Keep the chain from layer to layer, through which backward reaches the losses of lower layers.
         output = with_backward_of(output, hidden_states)
@@ -76,7 +76,7 @@ def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], Index
         rows: range of keys that each row sees.
         index: function that projects for the indexer, called only if there is a loss.
     """
-    attachments, layer, backend = _attachments.get(), call.layer, call.options.backend
+    attachments, layer, backend = attachments_of(call.layer), call.layer, call.options.backend
     weight = coefficient(layer.config)
     if attachments is not None and weight > 0 and layer.indexer is not None:
         wanted = LossOptions(weight, on_chosen_keys=False)
