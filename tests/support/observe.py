@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
-from tests.support.contexts import running
+from tests.support import contexts
 from tests.support.gradient_pieces import Piece, pieces_of_gradients
 
 Key = tuple[str, int]
@@ -237,7 +237,8 @@ class Observer:
         from mindspeed_dsa.features.attention.packs import delivery
 
         assert self.place is not None
-        ranks, running = self.place.context_size, delivery._running.get()
+        ranks, context = self.place.context_size, contexts.running("pack-documents")
+        running = None if context is None else context.state(delivery.Step).running
         if running is None or ranks == 1:
             layout: Layout = Zigzag(ranks, self._args.cp_block_rows or 0)
         else:
@@ -402,7 +403,7 @@ def _is_half() -> bool:
     """Return whether one of two halves of a microbatch calls this."""
     from mindspeed_dsa.features.moe.batch_overlap.choice import State
 
-    context = running("moe-batch-overlap")
+    context = contexts.running("moe-batch-overlap")
     return context is not None and context.state(State).half is not None
 
 

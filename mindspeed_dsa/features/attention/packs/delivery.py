@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Keys of a batch that Megatron's own scripts would read, some of them incorrectly."""
-_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 _Batch = Mapping[str, Any]
 
@@ -43,6 +41,13 @@ class _Running:
     params: Any
     is_dealt: bool = False
     """Whether its batch was dealt out to context parallel ranks here."""
+
+
+class Step:
+    """Running forward of the session, or ``None``."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.running: _Running | None = None
 
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -78,9 +83,10 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
         ValueError: raised in forward under context parallelism, if the script has sliced the microbatch by
             itself and the tokens differ from those on other pipeline stages.
     """
+    step = context.state(Step)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running, described = _running.get(), kwargs.get("packed_seq_params")
+        running, described = step.running, kwargs.get("packed_seq_params")
         if running is not None:
             ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
             if ranks > 1:
@@ -113,9 +119,10 @@ def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int)
 
 def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_batch_on_this_cp_rank`` to slice packs by our layout, not Megatron's zigzag."""
+    step = context.state(Step)
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
+        running, group = step.running, context.megatron("core.parallel_state").get_context_parallel_group()
         if running is None or group.size() == 1:
             return original(batch, *args, **kwargs)
         running.is_dealt = True
@@ -260,7 +267,7 @@ def _with_its_pack(
 ) -> Callable[..., Any]:
     """Wrap the script's forward step: set the current pack. Each chunk runs the microbatches in order."""
     taken: Counter[int] = Counter()
-    device = platforms.current().device
+    step, device = context.state(Step), platforms.current().device
 
     def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Chunks of a virtual pipeline run the same microbatches, each at its own pace.
@@ -269,11 +276,11 @@ def _with_its_pack(
         params = pack.params(
             context.megatron, device, context.options.block_rows, context.options.padding.rows
         )
-        token = _running.set(_Running(pack, params))
+        before, step.running = step.running, _Running(pack, params)
         try:
             return forward_step(data, model, *args, **kwargs)
         finally:
-            _running.reset(token)
+            step.running = before
 
     return forward_one
 

@@ -319,28 +319,26 @@ def test_dsa_of_megatron_alone_cannot_pack(release, switches):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
     state = SimpleNamespace(get_context_parallel_world_size=lambda: ranks)
-    context = SimpleNamespace(megatron=lambda name: state)
+    step = delivery.Step(SimpleNamespace())
+    context = SimpleNamespace(megatron=lambda name: state, state=lambda factory: step)
     forward = delivery.with_pack(
         lambda model, tokens=None, packed_seq_params=None: packed_seq_params, context
     )
     dealt, cut = SimpleNamespace(dealt_block_rows=128), SimpleNamespace(qkv_format="thd")
     assert forward(None, packed_seq_params=cut) is cut  # without packing, the script's own cut is kept
     # As if a microbatch were running with a pack that was dealt out.
-    token = delivery._running.set(delivery._Running(Pack(((0, 8),), 8), dealt))
-    try:
-        assert forward(None) is dealt
-        assert forward(None, packed_seq_params=dealt) is dealt
-        if ranks == 1:
-            assert forward(None, packed_seq_params=cut) is cut
-            return
-        with pytest.raises(ValueError, match="pass none, or omit --pack-documents"):
-            forward(None, packed_seq_params=cut)
-        with pytest.raises(ValueError, match="no rows were dealt out to the 2"):
-            forward(None, torch.zeros(1, 4))
-        delivery._running.get().is_dealt = True
-        assert forward(None, torch.zeros(1, 4)) is dealt
-    finally:
-        delivery._running.reset(token)
+    step.running = delivery._Running(Pack(((0, 8),), 8), dealt)
+    assert forward(None) is dealt
+    assert forward(None, packed_seq_params=dealt) is dealt
+    if ranks == 1:
+        assert forward(None, packed_seq_params=cut) is cut
+        return
+    with pytest.raises(ValueError, match="pass none, or omit --pack-documents"):
+        forward(None, packed_seq_params=cut)
+    with pytest.raises(ValueError, match="no rows were dealt out to the 2"):
+        forward(None, torch.zeros(1, 4))
+    step.running.is_dealt = True
+    assert forward(None, torch.zeros(1, 4)) is dealt
 
 
 def test_the_data_loader_resets_at_documents():
