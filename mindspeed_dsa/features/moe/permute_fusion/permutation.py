@@ -1,15 +1,13 @@
 """Megatron's permutations on this package's operator, under the names of Transformer Engine's functions.
 
-The last unpermutation also adds the shared expert's output: the layer offers it in a context variable, and
-the unpermutation takes it.
+The last unpermutation also adds the shared expert's output: the layer offers it, and the unpermutation takes
+it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> 
     """Wrap ``moe_utils.unpermute``: run its fused form, and add an offered addend."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
-    backend = context.options.backend
+    backend, offer = context.options.backend, context.state(_Offer)
 
     def unpermute_tokens(
         permuted_tokens: Tensor,
@@ -79,8 +77,7 @@ def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> 
             return original(
                 permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, *args, **kwargs
             )
-        offer = _offer.get()
-        addend = None if offer is None else offer.take(permuted_tokens, torch.Size(restore_shape))
+        addend = offer.take(permuted_tokens, torch.Size(restore_shape))
         return unpermute(
             permuted_tokens, sorted_indices, restore_shape[0], probs, addend=addend, backend=backend
         )
@@ -126,6 +123,7 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
     """Wrap the ``MoELayer`` step that unpermutes and then adds the shared expert's output."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
+    offer = context.state(_Offer)
 
     def combine(self: Any, output: Tensor, shared_expert_output: Tensor | SharedOutput | None) -> Tensor:
         # With a latent projection after the unpermutation the sum is in the latent size: no addend fits.
@@ -135,9 +133,12 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
             return result
         # The unpermutation inside adds the offered output, unless the allgather dispatcher has unpermuted
         # before, or other code calls Megatron's unfused form.
-        with _offered(shared_expert_output) as offer:
+        offer.addend = shared_expert_output
+        try:
             result = original(self, output, None)
-        return result if offer.taken else result + shared_expert_output
+        finally:
+            left, offer.addend = offer.addend, None
+        return result if left is None else result + shared_expert_output
 
     return combine
 
@@ -145,33 +146,16 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
 class _Offer:
     """Addend for the unpermutation, until it is taken."""
 
-    def __init__(self, addend: Tensor | SharedOutput) -> None:
-        self._addend: Tensor | SharedOutput | None = addend
+    def __init__(self, context: Context[Options]) -> None:
+        self.addend: Tensor | SharedOutput | None = None
 
     def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
         """Return the addend reshaped to ``shape``, once, if dtype and size match."""
-        addend = self._addend.tensor if isinstance(self._addend, SharedOutput) else self._addend
+        addend = self.addend.tensor if isinstance(self.addend, SharedOutput) else self.addend
         if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
             return None
-        self._addend = None
+        self.addend = None
         return addend.reshape(shape)
-
-    @property
-    def taken(self) -> bool:
-        return self._addend is None
-
-
-_offer: ContextVar[_Offer | None] = ContextVar("what the layer offers to its unpermutation", default=None)
-
-
-@contextmanager
-def _offered(addend: Tensor | SharedOutput) -> Iterator[_Offer]:
-    offer = _Offer(addend)
-    token = _offer.set(offer)
-    try:
-        yield offer
-    finally:
-        _offer.reset(token)
 
 
 # -- functions of Transformer Engine's names ------------------------------------------------------
