@@ -48,18 +48,20 @@ class Call:
         return (flight.wait() for flight in self.dispatch)
 
 
-_calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-"""Current call per dispatcher, which serves one forward at a time in Megatron too. The last wait ends it."""
+def calls_of(context: Context[None]) -> WeakKeyDictionary[Any, Call]:
+    """Create the calls per dispatcher until their last wait. Megatron too gives it one forward at a time."""
+    return WeakKeyDictionary()
 
 
 def postpone_shared_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
+    calls = context.state(calls_of)
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         if not is_served(self, context):
             return original(self, hidden_states)
         shared = SharedOutput(partial(original, self, hidden_states)) if self.use_shared_expert else None
-        _calls[self.token_dispatcher] = Call(shared)
+        calls[self.token_dispatcher] = Call(shared)
         return shared
 
     return shared_experts_compute
@@ -67,10 +69,11 @@ def postpone_shared_experts(original: Callable[..., Any], context: Context[None]
 
 def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Wrap ``MoELayer.dispatch``: begin a call, in releases without a step for the shared expert."""
+    calls = context.state(calls_of)
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
         if is_served(self, context):
-            _calls[self.token_dispatcher] = Call()
+            calls[self.token_dispatcher] = Call()
         return original(self, hidden_states, probs)
 
     return dispatch
@@ -89,11 +92,12 @@ def is_served(layer: Any, context: Context[None]) -> bool:
     return False
 
 
-def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+def launch_dispatch(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: start the transfers without waiting."""
+    calls = context.state(calls_of)
 
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _calls.get(self)
+        call = calls.get(self)
         if call is None:
             return original(self, *args, **kwargs)
         with named("dispatch"), launching(call.dispatch):
@@ -102,11 +106,12 @@ def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
     return token_dispatch
 
 
-def overlap_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+def overlap_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Wrap ``MoELayer.routed_experts_compute``: run the routed experts under the transfers."""
+    calls = context.state(calls_of)
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
-        call = _calls.get(self.token_dispatcher)
+        call = calls.get(self.token_dispatcher)
         if call is None:
             return original(self, hidden_states, probs, *rest)
         return _around(self, call, lambda: original(self, *call.arrived(), *rest))
@@ -116,9 +121,10 @@ def overlap_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def overlap_all_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Wrap ``MoELayer.experts_compute``: run the shared expert separately from the routed experts."""
+    calls = context.state(calls_of)
 
     def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
-        call = _calls.get(self.token_dispatcher)
+        call = calls.get(self.token_dispatcher)
         if call is None:
             return original(self, hidden_states, probs, residual)
         if self.use_shared_expert:
@@ -161,14 +167,15 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
     return done[0]
 
 
-def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def wait_for_combine(original: Callable[..., Tensor], context: Context[None]) -> Callable[..., Tensor]:
     """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch and to wait."""
+    calls = context.state(calls_of)
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        call = _calls.get(self)
+        call = calls.get(self)
         if call is None or not call.combine:
             return original(self, hidden_states, *args, **kwargs)
-        del _calls[self]
+        del calls[self]
         # The second call, after the shared expert; the first one started the transfer in _around.
         (flight,) = call.combine
         return flight.wait()
