@@ -154,7 +154,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         hidden = hidden_states.size(-1)
         # Overlapped parameter gathering may not have delivered the weights yet.
         layer.experts.wait_for_weights()
-        rates = rates_of(layer.experts, hidden, layer.group, context.options, context.log)
+        rates = rates_of(layer.experts, hidden, layer.group, context)
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
         plan = choose(counts, costs, context.options.limit)

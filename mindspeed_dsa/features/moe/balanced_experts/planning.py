@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options
 from mindspeed_dsa.features.moe.experts import SingleExperts
-from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.measured import slowest, timed
 
 Floats = npt.NDArray[np.float64]
@@ -227,32 +227,33 @@ class Rates:
         )
 
 
-_measured: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
-"""Measured rates per process group."""
+def measured_rates(context: Context[Options]) -> WeakKeyDictionary[Any, Rates]:
+    """Create the measured rates per process group."""
+    return WeakKeyDictionary()
 
 
-def rates_of(experts: SingleExperts, hidden: int, group: Any, options: Options, log: Log) -> Rates:
+def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[Options]) -> Rates:
     """Return the rates from the options, or measure them. The first call is collective over the group.
 
     Args:
         experts: local experts of a layer, all of one size.
         hidden: number of elements of a row.
         group: expert parallel process group.
-        options: settings that may give one or both rates.
-        log: log for the measured rates.
+        context: context of the feature, whose options may give one or both rates.
     """
+    options, measured = context.options, context.state(measured_rates)
     if options.matmul_rate is not None and options.link_rate is not None:
         return Rates(options.matmul_rate * 1e12, options.link_rate * 1e9)
-    if group not in _measured:
-        _measured[group] = _measure(experts, hidden, group)
-        log.info(
+    if group not in measured:
+        measured[group] = _measure(experts, hidden, group)
+        context.log.info(
             "measured %.3g TFLOP/s of experts and %.3g GB/s of a link between %d ranks",
-            _measured[group].matmul / 1e12,
-            _measured[group].link / 1e9,
+            measured[group].matmul / 1e12,
+            measured[group].link / 1e9,
             dist.get_world_size(group),
             ranks="stage",
         )
-    rates = _measured[group]
+    rates = measured[group]
     return replace(
         rates,
         matmul=rates.matmul if options.matmul_rate is None else options.matmul_rate * 1e12,
