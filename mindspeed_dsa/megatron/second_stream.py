@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,10 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Functio
 from mindspeed_dsa.megatron.gathered_weights import wait_for_all_weights
 from mindspeed_dsa.megatron.two_streams import LEAST_TOKENS, Streams
 
-_streams: WeakKeyDictionary[platforms.Platform, Any] = WeakKeyDictionary()
-"""Second stream of each platform, shared by all layers."""
-
 
 def second() -> Any:
-    """Return the second stream."""
-    platform = platforms.current()
-    if platform not in _streams:
-        _streams[platform] = platform.new_stream()
-    return _streams[platform]
+    """Return the second stream, which all layers share."""
+    return platforms.current().second_stream
 
 
 def is_worth(streams: Streams, states: Tensor) -> bool:
@@ -135,13 +128,13 @@ class Projected(NamedTuple):
         return self.rows is not self.states
 
 
-_projected: WeakKeyDictionary[Any, Projected] = WeakKeyDictionary()
-"""Projections by indexer, from the attention's first step to the indexer's own."""
+_PROJECTED = "_mindspeed_dsa_projected"
+"""Attribute of an indexer with projections, from the attention's first step to the indexer's own."""
 
 
 def put_projected(indexer: Any, projected: Projected) -> None:
     """Store the projections of one forward until the indexer takes them."""
-    _projected[indexer] = projected
+    vars(indexer)[_PROJECTED] = projected
 
 
 def take_projected(indexer: Any, x: Tensor) -> Projected | None:
@@ -151,7 +144,7 @@ def take_projected(indexer: Any, x: Tensor) -> Projected | None:
         indexer: Megatron's ``DSAIndexer``.
         x: indexer's input, ``[sequence, batch, hidden]``.
     """
-    projected = _projected.pop(indexer, None)
+    projected = vars(indexer).pop(_PROJECTED, None)
     if projected is None or not _are_same(x, projected.states):
         return None
     # In the warm-up stage layers run without a graph, but their indexers with one.

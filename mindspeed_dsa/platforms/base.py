@@ -10,6 +10,7 @@ import abc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def new_stream(self) -> Stream:
         """Create a side stream."""
+
+    @cached_property
+    def second_stream(self) -> Stream:
+        """Side stream for work beside the current stream's."""
+        return self.new_stream()
 
     @abc.abstractmethod
     def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
