@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 _OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
 """Module whose hooks wait for weights under ``--overlap-param-gather``."""
@@ -39,7 +39,8 @@ def wait_for_all_weights(module: Any) -> None:
 
 # -- weights that are gathered for a call of their module, and resharded after it -----------------------
 
-_holders: WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = WeakKeyDictionary()
+_HOLDER, _REDUCTION = "_mindspeed_dsa_holder", "_mindspeed_dsa_reduction"
+"""Attributes of modules: see :func:`hold` and :func:`on_late_gradients`."""
 _running: ContextVar[tuple[ref[Any], ...]] = ContextVar("modules that run", default=())
 _apart: ContextVar[bool] = ContextVar("part that runs by itself", default=False)
 
@@ -49,10 +50,9 @@ def hold(module: Any, holder: Callable[[], AbstractContextManager[None]]) -> Non
 
     Args:
         module: module whose calls gather and reshard its weights.
-        holder: function that returns a context in which the weights are gathered. It must not refer to the
-            module, which would keep the module alive.
+        holder: function that returns a context in which the weights are gathered.
     """
-    _holders[module] = holder
+    vars(module)[_HOLDER] = holder
 
 
 def note_calls(module: Any) -> None:
@@ -83,7 +83,7 @@ def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for module in modules:
-                holder = _holders.get(module())
+                holder = vars(module()).get(_HOLDER)
                 if holder is not None:
                     stack.enter_context(holder())
             yield
@@ -98,21 +98,19 @@ def runs_apart() -> bool:
 
 # -- weight gradients that are computed after the backward of gathered weights --------------------------
 
-_reductions: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
-
 
 def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
     """Register how to reduce weight gradients that are computed after a model's backward.
 
     Args:
         model: model, as the pipeline schedule gets it.
-        reduce: function to call when the gradients are complete. It must not refer to the model.
+        reduce: function to call when the gradients are complete.
     """
-    _reductions[model] = reduce
+    vars(model)[_REDUCTION] = reduce
 
 
 def reduce_late_gradients(model: Any) -> None:
     """Reduce the late weight gradients of a registered model. For other models hooks have already done so."""
-    reduce = _reductions.get(model)
+    reduce = vars(model).get(_REDUCTION)
     if reduce is not None:
         reduce()
