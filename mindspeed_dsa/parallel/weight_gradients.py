@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -212,8 +213,7 @@ class _Deferral(torch.autograd.Function):
         return total, None
 
 
-_NONE: Mapping[int, DeferredGradient] = {}
-_deferred: ContextVar[Mapping[int, DeferredGradient]] = ContextVar("deferred gradients", default=_NONE)
+_deferred: ContextVar[Mapping[int, DeferredGradient]] = ContextVar("deferred", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
