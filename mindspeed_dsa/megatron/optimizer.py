@@ -132,7 +132,7 @@ class OptimizerState:
         return ()
 
     @classmethod
-    def constructing(cls) -> AbstractContextManager[Any]:
+    def constructing(cls, context: Context[Any]) -> AbstractContextManager[Any]:
         """Return a context around the constructor of Megatron's optimizer."""
         return nullcontext()
 
@@ -188,7 +188,7 @@ class OptimizerState:
         def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             # Checked first on the optimizer's configuration; DDP's is known only after construction.
             require(context, cls.check, config)
-            with cls.constructing():
+            with cls.constructing(context):
                 original(self, optimizer, config, *args, **kwargs)
             if hasattr(self, "ddp_config"):
                 require(context, cls.check, config, self.ddp_config)

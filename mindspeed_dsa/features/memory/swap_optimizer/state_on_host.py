@@ -11,7 +11,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -33,8 +32,13 @@ _WAITING = "_mindspeed_dsa_swapped"
 # Name since torch 2.5, and name before.
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
-_freed: ContextVar[FreedStorage | None] = ContextVar("freed", default=None)
-"""Placeholder storage for the master weights of the optimizer under construction; ``None`` otherwise."""
+
+
+class _Construction:
+    """Placeholder storage for master weights of the optimizer under construction; ``None`` otherwise."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.freed: FreedStorage | None = None
 
 
 class GatherAlone(OptimizerState):
@@ -65,13 +69,14 @@ class SwappedState(StateWithMoments):
 
     @classmethod
     @contextlib.contextmanager
-    def constructing(cls) -> Iterator[None]:
+    def constructing(cls, context: Context[Options]) -> Iterator[None]:
         """Free the memory of each master weight right after its creation."""
-        token = _freed.set(FreedStorage())
+        construction = context.state(_Construction)
+        before, construction.freed = construction.freed, FreedStorage()
         try:
             yield
         finally:
-            _freed.reset(token)
+            construction.freed = before
 
     @classmethod
     @torch.no_grad()
@@ -223,13 +228,14 @@ class SwappedState(StateWithMoments):
                     del inner.state[self.master(main)]
 
 
-def without_master(original: _Function) -> _Function:
+def without_master(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``copy_tensor_model_parallel_attributes`` to free each new master weight."""
+    construction = context.state(_Construction)
 
     # Megatron's optimizers call it once for each master weight that they create.
     def copy_tensor_model_parallel_attributes(destination_tensor: Any, source_tensor: Any) -> None:
         original(destination_tensor, source_tensor)
-        freed = _freed.get()
+        freed = construction.freed
         if freed is not None and destination_tensor.dtype is torch.float32 is not source_tensor.dtype:
             freed.free(destination_tensor)  # its values are still in the model's weight
 
