@@ -315,8 +315,12 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
 # -- strategies of layers, and the process groups that they exchange in -----------------------------------
 
 
-_built: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]] = WeakKeyDictionary()
-"""Cache by context parallel group: number of ranks that exchange heads, their group, and the ring's group."""
+_Levels = tuple[int, ProcessGroup, ProcessGroup]
+
+
+def _levels(context: Context[Options]) -> WeakKeyDictionary[ProcessGroup, _Levels]:
+    """Create, by context parallel group: number of ranks that exchange heads, their group, the ring's."""
+    return WeakKeyDictionary()
 
 
 def make_strategy(
@@ -381,14 +385,15 @@ def _neighbours_and_ring(
     sizes = [degree, group.size() // degree]
     if levels and [level.size() for level in levels] == sizes:
         return levels[0], levels[1]
-    if group not in _built or _built[group][0] != degree:
+    built = context.state(_levels)
+    if group not in built or built[group][0] != degree:
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
         # With 8 ranks and degree 2: rank 5 has neighbours 4, 5 and the ring 1, 3, 5, 7.
         first = rank - rank % degree
         # Only members create the group: every context parallel rank builds the same layers in the same order.
         neighbours = subgroup(group, ranks[first : first + degree])
-        _built[group] = degree, neighbours, subgroup(group, ranks[rank % degree :: degree])
-    return _built[group][1:]
+        built[group] = degree, neighbours, subgroup(group, ranks[rank % degree :: degree])
+    return built[group][1:]
 
 
 class _FromOne(list[str]):
