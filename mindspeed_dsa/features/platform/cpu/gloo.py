@@ -88,7 +88,7 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
         listed = state.get("_global_process_group_list") or ()
         groups = {group for group in (*remembered, *listed) if isinstance(group, ProcessGroup)}
         original()
-        _pending.pop(context.megatron, None)  # sends of a failed step, which are never received
+        context.state(Sends).clear()  # sends of a failed step, which are never received
         for group in groups:
             # Some groups were destroyed before: by the caller, by Megatron just now, or with the world.
             with contextlib.suppress(ValueError):
@@ -117,10 +117,12 @@ def _forget(variables: dict[str, Any], groups: set[ProcessGroup]) -> None:
 _FORWARD_TAG = 1  # activations, to the next rank
 _BACKWARD_TAG = 2  # gradients, to the previous rank
 
-_Pending = list[tuple[Any, torch.Tensor]]
-"""List of ``(work, alias of the sent tensor)``."""
-_pending: defaultdict[Megatron, _Pending] = defaultdict(list)
-"""Dict from Megatron package to sends of its schedules that may be incomplete."""
+
+class Sends(list[tuple[Any, torch.Tensor]]):
+    """Sends of the schedules that may be incomplete: ``(work, alias of the sent tensor)``."""
+
+    def __init__(self, context: Context[None]) -> None:
+        super().__init__()
 
 
 def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
@@ -128,7 +130,7 @@ def exchange_overlapped(original: _Function, context: Context[None]) -> _Functio
 
     def _p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
-            return _exchange(_pending[context.megatron], group=group, **kwargs)
+            return _exchange(context.state(Sends), group=group, **kwargs)
         return original(group=group, **kwargs)
 
     return _p2p_ops
@@ -139,7 +141,7 @@ def exchange_batched(original: _Function, context: Context[None]) -> _Function:
 
     def _batched_p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
-            return list(_exchange(_pending[context.megatron], group=group, **kwargs).values())
+            return list(_exchange(context.state(Sends), group=group, **kwargs).values())
         return original(group=group, **kwargs)
 
     return _batched_p2p_ops
@@ -152,7 +154,7 @@ def complete_sends(original: _Function, context: Context[None]) -> _Function:
 
     def forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        pending = _pending[context.megatron]
+        pending = context.state(Sends)
         for work, _ in pending:
             if not work.is_completed():  # a second wait on a gloo send never returns
                 work.wait()
@@ -167,7 +169,7 @@ def _over_gloo(group: Any) -> bool:
 
 
 def _exchange(
-    pending: _Pending,
+    pending: Sends,
     *,
     tensor_send_prev: torch.Tensor | None,
     tensor_recv_prev: torch.Tensor | None,
@@ -205,7 +207,7 @@ def _exchange(
     return handles
 
 
-def _send(tensor: torch.Tensor, rank: int, group: Any, tag: int, pending: _Pending) -> Any:
+def _send(tensor: torch.Tensor, rank: int, group: Any, tag: int, pending: Sends) -> Any:
     alias = tensor.detach()  # survives `tensor.data = ...`
     work = dist.isend(alias, rank, group, tag)
     pending.append((work, alias))

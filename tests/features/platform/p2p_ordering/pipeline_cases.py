@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_dsa
+from mindspeed_dsa.feature import Context
 from tests.support import contexts
 
 _ELEMENTS = 1 << 14  # 64 KiB: allocated from the heap, so the next tensor of that size reuses the memory
@@ -20,7 +21,7 @@ _MICROBATCHES, _BATCH, _SEQUENCE, _VOCABULARY, _LAYERS, _STEPS = 8, 2, 16, 64, 8
 
 
 @contextlib.contextmanager
-def platform(repaired: bool) -> Iterator[None]:
+def platform(repaired: bool) -> Iterator[Context[Any]]:
     """Use the CPU platform, with Megatron's own P2P functions unless ``repaired``."""
     from mindspeed_dsa.features.platform.cpu.feature import CPU, P2P_ORDERING
     from mindspeed_dsa.patches import Claim, PatchManager
@@ -34,7 +35,7 @@ def platform(repaired: bool) -> Iterator[None]:
     manager.check()
     manager.arm()
     try:
-        yield
+        yield context
     finally:
         manager.undo()
 
@@ -104,19 +105,17 @@ def exchange_both_ways(repaired: bool) -> tuple[float, float]:
 
 def forget_a_send() -> float | None:
     """Drop a send's handle on rank 0 and leave the schedule; rank 1 receives afterwards."""
-    from mindspeed_dsa.features.platform.cpu.gloo import _pending, complete_sends
-
-    context = contexts.context("cpu-platform")
+    from mindspeed_dsa.features.platform.cpu.gloo import Sends, complete_sends
 
     def schedule() -> None:
         _p2p("_p2p_ops", tensor_send_next=torch.full((4,), 5.0))["send_next"].wait()
         _p2p("_p2p_ops", tensor_send_next=torch.full((_ELEMENTS,), 7.0))
-        assert len(_pending[context.megatron]) == 1  # the send that was waited for is not kept
+        assert len(context.state(Sends)) == 1  # the send that was waited for is not kept
 
-    with platform(repaired=True):
+    with platform(repaired=True) as context:
         if dist.get_rank() == 0:
             complete_sends(schedule, context)()
-            assert not _pending[context.megatron]
+            assert not context.state(Sends)
             return None
         first, second = torch.zeros(4), torch.zeros(_ELEMENTS)
         _p2p("_p2p_ops", tensor_recv_prev=first)["recv_prev"].wait(_PATIENCE)
