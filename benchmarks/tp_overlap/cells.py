@@ -279,12 +279,15 @@ def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: 
 
 def _chosen(kind: str, width: int, out: int) -> int:
     """Return the tuned number of chunks for a layer of these widths."""
-    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
+    from mindspeed_dsa import session
+    from mindspeed_dsa.features.tensor_parallel.overlap.tuning import Tuning
 
+    running = session.current()
+    assert running is not None
     widths = {(width, out), (out, width)}  # backward swaps k and n
     (chunks,) = (
         chunks
-        for problem, chunks in tuning.chosen().items()
+        for problem, chunks in running.contexts["ascend-coc"].state(Tuning).chosen().items()
         if problem.kind == kind and (problem.k, problem.n) in widths
     )
     return chunks

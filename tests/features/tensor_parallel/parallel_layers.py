@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mindspeed_dsa.parallel import collectives
 from mindspeed_dsa.parallel.transfers import bounds
+from tests.support import contexts
 
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all_reduce")
 
@@ -79,12 +80,19 @@ def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     times, results = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
     with mock.patch.object(tuning, "slowest", return_value=times):
         for each in runs:
-            tuning.forget()
             (result,) = compare([each], [{"use_ascend_coc": True}])
-            choices = {problem.kind: chunks for problem, chunks in tuning.chosen().items()}
+            choices = {problem.kind: chunks for problem, chunks in tuned().items()}
             results.append({**result, "chosen": choices})
-    tuning.forget()
     return results
+
+
+def tuned() -> Mapping[Any, int]:
+    """Return the tuned problems of the running session, with their numbers of chunks."""
+    from mindspeed_dsa.features.tensor_parallel.overlap.tuning import Tuning
+
+    context = contexts.running("ascend-coc")
+    assert context is not None
+    return context.state(Tuning).chosen()
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

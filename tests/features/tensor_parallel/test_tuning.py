@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa import log
+from tests.support import contexts
 from tests.support.stand_in import measures
 
 CASE = "tests.features.tensor_parallel.test_tuning"
@@ -28,7 +28,7 @@ def choose(problems, seconds):
     """Return choices, runs and remembered lengths; work takes ``seconds`` by rank and chunk count."""
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
-    tuning.forget()
+    tuner = tuning.Tuning(contexts.context("ascend-coc"))
     choices, runs, clock = [], [], Clock()
     ranks = tuple(range(dist.get_world_size()))
 
@@ -42,10 +42,9 @@ def choose(problems, seconds):
     with mock.patch.object(time, "perf_counter", clock.read):
         for m in problems:
             problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
-            choices.append(tuning.chunks_for(problem, dist.group.WORLD, work(m), log.get()))
+            choices.append(tuner.chunks_for(problem, dist.group.WORLD, work(m)))
     # The problems whose choice is remembered.
-    kept = sorted(problem.m for problem in tuning.chosen())
-    tuning.forget()
+    kept = sorted(problem.m for problem in tuner.chosen())
     return choices, runs, kept
 
 
@@ -86,15 +85,13 @@ def tuned_layers():
     import io
 
     import mindspeed_dsa
-    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
-    from tests.features.tensor_parallel.parallel_layers import build, counted, groups, run
+    from tests.features.tensor_parallel.parallel_layers import build, counted, groups, run, tuned
 
     mindspeed_dsa.enable()
     groups()
     stock = {layer: run(layer) for layer in ("column", "row")}
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(use_ascend_coc=True)
-    tuning.forget()
     said = io.StringIO()
     results = {}
     for layer in stock:
@@ -110,7 +107,7 @@ def tuned_layers():
             ],
             "calls": [sum(first.values()), sum(second.values())],
         }
-    tuning.forget()
+    mindspeed_dsa.enable(use_ascend_coc=True)
     module = build("column", torch.float64)
     input = torch.ones(12, 2, module.weight.size(1), dtype=torch.float64, requires_grad=True)
     # Measurements must use no random numbers of the job.
@@ -120,7 +117,7 @@ def tuned_layers():
     assert torch.get_rng_state().equal(state)
     assert module.weight.grad is None
     assert input.grad is None
-    return results, said.getvalue(), [str(problem) for problem in tuning.chosen()]
+    return results, said.getvalue(), [str(problem) for problem in tuned()]
 
 
 def before_and_after_ddp():
@@ -128,12 +125,10 @@ def before_and_after_ddp():
     ``main_grad``.
     """
     import mindspeed_dsa
-    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
-    from tests.features.tensor_parallel.parallel_layers import build, groups, wgrad_kernels
+    from tests.features.tensor_parallel.parallel_layers import build, groups, tuned, wgrad_kernels
 
     mindspeed_dsa.enable(use_ascend_coc=True)
     groups()
-    tuning.forget()
     kinds = []
     for layer in ("column", "row"):
         module = build(layer, torch.float32)
@@ -144,10 +139,9 @@ def before_and_after_ddp():
                 module.weight.main_grad = main_grad
             with wgrad_kernels():
                 module(input)
-            kinds.append(sorted(problem.kind for problem in tuning.chosen()))
+            kinds.append(sorted(problem.kind for problem in tuned()))
         # Measurements of backward must not change the buffer.
         assert not module.weight.main_grad.any()
-    tuning.forget()
     return kinds
 
 
@@ -169,8 +163,6 @@ def said_by_stages(pipeline, data):
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import RowParallelLinear, model_parallel_cuda_manual_seed
 
-    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
-
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline
     )
@@ -185,12 +177,10 @@ def said_by_stages(pipeline, data):
         input_is_parallel=True,
         skip_bias_add=False,
     )
-    tuning.forget()
     said = io.StringIO()
     with contextlib.redirect_stderr(said), torch.no_grad():
         # The first use tunes, and logs its choice.
         row(torch.ones(4, 2, 4))
-    tuning.forget()
     return said.getvalue().count("row forward")
 
 

@@ -216,7 +216,7 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Op
     """Return the plan with the fastest numbers of chunks for these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
-    m = input.numel() // k * ranks  # rows after the gather
+    m, choices = input.numel() // k * ranks, context.state(tuning.Tuning)  # rows after the gather
 
     def forward() -> tuning.Run:
         rows, matrix = flat(input.detach()), weight.detach().t()
@@ -231,16 +231,16 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Op
     plan = replace(plan, forward=1, backward=1)
     if plan.sequence_parallel:
         problem = _problem("column forward", plan, weight, m, k, n)
-        plan = replace(plan, forward=tuning.chunks_for(problem, group, forward, context.log))
+        plan = replace(plan, forward=choices.chunks_for(problem, group, forward))
     if torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("column backward", plan, weight, m, n, k)
-        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward, context.log))
+        plan = replace(plan, backward=choices.chunks_for(problem, group, backward))
     return plan
 
 
 def _tuned_row(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
     (n, k), group, backend = weight.shape, plan.group, plan.backend
-    m = input.numel() // k
+    m, choices = input.numel() // k, context.state(tuning.Tuning)
 
     def forward() -> tuning.Run:
         rows, matrix = flat(input.detach()), weight.detach().t()
@@ -254,10 +254,10 @@ def _tuned_row(plan: Plan, input: Tensor, weight: Tensor, context: Context[Optio
         return lambda chunks: row_backward(matrix, grad, replace(plan, backward=chunks), gradient())
 
     problem = _problem("row forward", plan, weight, m, k, n)
-    plan = replace(plan, forward=tuning.chunks_for(problem, group, forward, context.log), backward=1)
+    plan = replace(plan, forward=choices.chunks_for(problem, group, forward), backward=1)
     if plan.sequence_parallel and torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("row backward", plan, weight, m, n, k)
-        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward, context.log))
+        plan = replace(plan, backward=choices.chunks_for(problem, group, backward))
     return plan
 
 

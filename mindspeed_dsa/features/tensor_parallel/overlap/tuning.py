@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.measured import slowest, timed
 
@@ -61,48 +62,44 @@ class Problem:
         )
 
 
-_measured: dict[Problem, dict[int, int]] = {}
-"""Dict from problem with ``m`` set to 0, to a dict from ``m`` to the number of chunks."""
-
-
-def forget() -> None:
-    """Forget all choices, for example after the machine or the link has changed."""
-    _measured.clear()
-
-
-def chosen() -> Mapping[Problem, int]:
-    """Return a dict from tuned problem to its number of chunks."""
-    return {
-        replace(problem, m=m): chunks for problem, by_m in _measured.items() for m, chunks in by_m.items()
-    }
-
-
 Run = Callable[[int], object]
 
 
-def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Log) -> int:
-    """Return the fastest number of chunks; all ranks of the group must call it.
+class Tuning:
+    """Choices of a session."""
 
-    Random states do not change. The ranks agree, because they compare the slowest rank's times.
+    def __init__(self, context: Context[Any]) -> None:
+        self._log = context.log
+        # From a problem with `m` set to 0, and from `m`, to the number of chunks.
+        self._measured: dict[Problem, dict[int, int]] = {}
 
-    Args:
-        problem: key of the choice.
-        group: tensor parallel group.
-        prepare: function that returns a function to time, called only for tuning. The returned function makes
-            the call once with a number of chunks, without side effects.
-        log: logger, which gets one line per tuned choice and pipeline stage.
-    """
-    by_m = _measured.setdefault(replace(problem, m=0), {})
-    if problem.m in by_m:
+    def chosen(self) -> Mapping[Problem, int]:
+        """Return a dict from tuned problem to its number of chunks."""
+        tuned = self._measured.items()
+        return {replace(problem, m=m): chunks for problem, by_m in tuned for m, chunks in by_m.items()}
+
+    def chunks_for(self, problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
+        """Return the fastest number of chunks; all ranks of the group must call it.
+
+        Random states do not change. The ranks agree, because they compare the slowest rank's times.
+
+        Args:
+            problem: key of the choice.
+            group: tensor parallel group.
+            prepare: function that returns a function to time, called only for tuning. The returned function
+                makes the call once with a number of chunks, without side effects.
+        """
+        by_m = self._measured.setdefault(replace(problem, m=0), {})
+        if problem.m in by_m:
+            return by_m[problem.m]
+        if len(by_m) >= _MOST_ROW_COUNTS:
+            return by_m[min(by_m, key=lambda m: (abs(m - problem.m), m))]
+        times = _measure(group, prepare())
+        best = min(times, key=lambda chunks: times[chunks])
+        # 1 chunk in 1.00 ms and 4 chunks in 0.98 ms: 1 chunk, as the gain is below 3 %.
+        by_m[problem.m] = best if times[best] < _GAIN * times[1] else 1
+        _report(problem, by_m[problem.m], times, self._log)
         return by_m[problem.m]
-    if len(by_m) >= _MOST_ROW_COUNTS:
-        return by_m[min(by_m, key=lambda m: (abs(m - problem.m), m))]
-    times = _measure(group, prepare())
-    best = min(times, key=lambda chunks: times[chunks])
-    # 1 chunk in 1.00 ms and 4 chunks in 0.98 ms: 1 chunk, as the gain is below 3 %.
-    by_m[problem.m] = best if times[best] < _GAIN * times[1] else 1
-    _report(problem, by_m[problem.m], times, log)
-    return by_m[problem.m]
 
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
