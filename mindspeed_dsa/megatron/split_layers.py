@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,8 +82,7 @@ class Companion:
         """Cut tensors that are read after the combine. Called while the combine is in flight."""
 
 
-_COMPANION = "_mindspeed_dsa_companion"
-_in_pieces: ContextVar[bool] = ContextVar("layer in pieces", default=False)
+_COMPANION, _IN_PIECES = "_mindspeed_dsa_companion", "_mindspeed_dsa_in_pieces"
 
 
 def accompany(dispatcher: Any, companion: Companion | None) -> None:
@@ -98,16 +96,16 @@ def companion_of(dispatcher: Any) -> Companion | None:
     return companion
 
 
-def in_pieces() -> bool:
-    """Return whether a schedule runs the layer in pieces, and calls its companion."""
-    return _in_pieces.get()
+def in_pieces(dispatcher: Any) -> bool:
+    """Return whether a schedule runs the dispatcher's layer in pieces, and calls its companion."""
+    return getattr(dispatcher, _IN_PIECES, False)
 
 
 @contextlib.contextmanager
-def running_in_pieces() -> Iterator[None]:
+def running_in_pieces(dispatcher: Any) -> Iterator[None]:
     """Mark the block as the piece before the experts."""
-    token = _in_pieces.set(True)
+    setattr(dispatcher, _IN_PIECES, True)
     try:
         yield
     finally:
-        _in_pieces.reset(token)
+        delattr(dispatcher, _IN_PIECES)

@@ -169,7 +169,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
                 ranks="stage",
             )
         forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
-        if not in_pieces():
+        if not in_pieces(self):
             # Created first, so it runs last in backward: the gradients have the most time to arrive.
             forward.transfer.announce()
         accompany(self, forward)

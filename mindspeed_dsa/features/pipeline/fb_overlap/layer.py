@@ -172,7 +172,8 @@ def _before_experts(router: _Step, dispatch: _Step | None, layer: Any, handover:
     """Build the step up to the dispatch; up to the router if the permutation is a node of its own."""
 
     def step(node: Any, hidden: Tensor) -> Any:
-        with running_in_pieces(), contextlib.nullcontext() if dispatch else postponed(layer.mlp, handover):
+        permuted = contextlib.nullcontext() if dispatch else postponed(layer.mlp, handover)
+        with running_in_pieces(layer.mlp.token_dispatcher), permuted:
             tokens, probs = router(node, hidden)
         if layer.recompute_pre_mlp_layernorm:
             handover.norm = layer.pre_mlp_norm_checkpoint
@@ -260,7 +261,7 @@ def postpone_shared_expert(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``MoELayer.shared_experts_compute``: return its input, for the node that runs it later."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        if in_pieces() and self.use_shared_expert:
+        if in_pieces(self.token_dispatcher) and self.use_shared_expert:
             return hidden_states
         return original(self, hidden_states)
 
