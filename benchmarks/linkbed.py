@@ -121,6 +121,7 @@ class LinkBed:
                 for setting in ("tcp_rmem", "tcp_wmem"):
                     sizes = f"net.ipv4.{setting}=4096 {_WINDOW} {_WINDOW}"
                     _run("ip", "netns", "exec", space, "sysctl", "-q", "-w", sizes)
+            # A single link's first end was limited above.
             if rank or self.ranks > 2:
                 self._limit(space, _DEVICE)
             _ip("-n", space, "addr", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)
@@ -188,6 +189,7 @@ class LinkBed:
             "WORLD_SIZE": str(self.ranks),
             "GLOO_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
+            # A rank has one core.
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -252,8 +254,10 @@ def _rank(folder: Path) -> None:
     name, arguments = pickle.loads((folder / "task").read_bytes())
     module, _, attribute = name.partition(":")
     result = getattr(importlib.import_module(module), attribute)(**arguments)
+    # No rank leaves while others still need its connections.
     dist.barrier()
     dist.destroy_process_group()
+    # The parent only sees complete results.
     partial = folder / f"partial-{rank}"
     partial.write_bytes(pickle.dumps(result))
     partial.rename(folder / f"result-{rank}")

@@ -61,6 +61,7 @@ def run(
     started = time.monotonic()
     figures: dict[str, Any] = {}
     for number, name in enumerate(names):
+        # Later parts keep their guaranteed seconds; this part gets all others.
         later = sum(parts[other] for other in names[number + 1 :])
         left = max(int(seconds - (time.monotonic() - started) - later), 1)
         figures[name] = _part(module, name, folder, quick, left, environment or {})
@@ -114,6 +115,7 @@ def serve(parts: Mapping[str, Part], prepare: Callable[[], None] = lambda: None)
     """
     name, folder, quick, seconds = sys.argv[1:]
     sys.stdout.flush()
+    # Answers keep the real stdout; everything printed goes to stderr, the log.
     with open(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
 

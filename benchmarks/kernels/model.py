@@ -93,6 +93,7 @@ def seconds(kernel: Kernel, work: Work, gpu: Gpu) -> float:
         and 2 * 32 * kernel.warps * kernel.registers <= _REGISTERS
     ):
         between = max(0.0, between - products)
+    # Traffic overlaps with the products, so the slowest of the three decides.
     return max(products + between, work.l2 / gpu.l2, work.memory / gpu.memory)
 
 
@@ -147,9 +148,12 @@ def attention(
             *(scores, 8 * scores),
         )
     block = _HOPPER_HEADS.get(kernel.name) or constants.get("BLOCK_H") or constants["HEADS"]
+    # 16 heads in blocks of 64 cost the products of 64 heads.
     padded = -(-heads // block) * block
     scores, wanted = padded * topk, heads * topk
+    # 2048 keys x 576 x 2 bytes = 2.25 MiB.
     keys = topk * dim * 2
+    # Queries and outputs: 64 heads x (576 + 512) x 2 bytes = 136 KiB.
     outer = heads * (dim + value_dim) * 2
     if kernel.name in ("forward_kernel", "backward_query_kernel", *_HOPPER_HEADS):
         programs = padded // block

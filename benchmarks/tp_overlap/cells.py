@@ -211,6 +211,7 @@ def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backward
         ratio = found["transfer"] / found["matmul"]
         if 0.95 < ratio / RATIO < 1.05:
             break
+        # Transfers do not depend on the inner width, and matmuls are proportional to it.
         inner = _agreed(inner * ratio / RATIO)
     return inner
 

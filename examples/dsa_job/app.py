@@ -87,6 +87,7 @@ def enable_features(args: argparse.Namespace) -> None:
         mindspeed_dsa.enable(use_fused_dsa=True)
     else:
         args.use_fused_dsa = running.settings.use_fused_dsa
+    # Features may check --save before the run's folder is chosen; the output folder stands in for it.
     named = args.save
     args.save = named or (None if args.no_save else args.output_dir)
     mindspeed_dsa.validate(args)

@@ -127,6 +127,7 @@ def save(
     done = {"consumed_train_samples": progress.consumed_train_samples, "world_size": dist.get_world_size()}
     saved = argparse.Namespace(**{**vars(args), **done})
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
+    # A process group cannot be saved.
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
     told = {"content_metadata": content} if _HAS_METADATA else {}
     strategy = save_in_this_process()

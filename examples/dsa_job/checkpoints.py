@@ -59,6 +59,7 @@ def find(folder: Path, step: int | None = None, contents: bool = False) -> tuple
 
 def _find(folder: Path, step: int | None = None, contents: bool = False) -> Choice:
     named = whole_checkpoints.tracked(folder)[0] if step is None else step
+    # A process killed between two renames leaves the tracked checkpoint under another name.
     if isinstance(named, int) and not is_complete(folder_of(folder, named)):
         _give_names_back(folder)
     return whole_checkpoints.choose(folder, step, contents)
@@ -129,6 +130,7 @@ def _publish(partial: Path, step: int, verify: bool) -> Path:
     summed = manifest.sums(partial, manifest.names(partial)) if verify else {}
     manifest.complete(partial, f"{socket.gethostname()}-{os.getpid()}", summed, final.name)
     _rename(partial, final)
+    # The tracker changes last: after a kill before this line it still names the earlier checkpoint.
     write_atomically(final.parent / TRACKER, str(step))
     return final
 
@@ -178,6 +180,7 @@ def remove_partial(folder: Path) -> list[str]:
     removed = []
     for path in folder.glob(".iter_*"):
         match = _PARTIAL.fullmatch(path.name)
+        # Processes of other machines cannot be checked, so their files stay.
         if match and match["host"] == socket.gethostname() and not _runs_here(match):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)
@@ -187,4 +190,5 @@ def remove_partial(folder: Path) -> list[str]:
 def _runs_here(match: re.Match[str]) -> bool:
     """Return whether the process that made a name still runs on this machine."""
     pid = int(match["pid"])
+    # This process has not saved yet: its own id in a name is a reused one, as in containers.
     return match["host"] == socket.gethostname() and pid != os.getpid() and is_running(pid)

@@ -89,6 +89,7 @@ class MicrobatchOrder:
         self._length = length
         self._next = consumed + rank * micro_batch_size
         self._size = micro_batch_size
+        # With 2 ranks and microbatches of 4, rank 1 takes samples 4 to 7, then 12 to 15.
         self._stride = micro_batch_size * ranks
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -127,5 +128,6 @@ def with_lengths(batch: Batch, end: int) -> Batch:
         end: token that ends a document.
     """
     tokens = batch["tokens"].flatten()
+    # Ends at tokens 2 and 5 of 8 make [0, 3, 6, 8]; the last document need not end.
     sums = [0, *((tokens == end).nonzero().flatten() + 1).tolist(), len(tokens)]
     return {**batch, "cu_seqlens": torch.tensor([sums], dtype=torch.int32)}

@@ -145,6 +145,7 @@ def _plain(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Normalize a run's settings: its own checkpoint folder may be given by flags or by default."""
     save = settings.get("save") or str((folder / "checkpoints").resolve())
     load = settings.get("load")
+    # Loading the newest checkpoint of its own folder is a resume, not another source of weights.
     own = load == save and settings.get("ckpt_step") is None
     return {**settings, "save": save, "load": None if own else load}
 

@@ -43,6 +43,7 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
     if not args.num_moe_experts:
         moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
         moe["moe_shared_expert_intermediate_size"] = None
+    # Megatron takes one name for all layers, or a list with a name for each layer.
     comm_types = args.cp_comm_type or []
     if args.pipeline_model_parallel_layout and not hasattr(MLATransformerConfig, _LAYOUT):
         raise UsageError("--pipeline-model-parallel-layout needs megatron-core 0.14 or later")
@@ -95,6 +96,7 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
 
         sharded = TorchFullyShardedDataParallelConfig()
         return [TorchFullyShardedDataParallel(config, sharded, module) for module in modules]
+    # Megatron's own default: 40 million elements, or more with over 40 data parallel ranks.
     buckets = args.ddp_bucket_size or max(
         40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
     )
@@ -102,6 +104,7 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
         DistributedDataParallelConfig,
         args,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        # Without overlap all gradients are reduced at once, in a single bucket.
         bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [
@@ -184,6 +187,7 @@ def _create_momentum(optimizer: torch.optim.SGD, config: OptimizerConfig | None 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the learning rate schedule, counted in samples as in Megatron."""
     batch = args.global_batch_size
+    # --train-iters 0 makes no step, but Megatron's schedule needs at least one.
     steps = max(args.train_iters, 1)
     decay_steps = args.lr_decay_iters or steps
     return OptimizerParamScheduler(
@@ -191,6 +195,7 @@ def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> O
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
+        # Megatron requires a warmup that is shorter than the decay.
         lr_warmup_steps=min(args.lr_warmup_iters, decay_steps - 1) * batch,
         lr_decay_steps=decay_steps * batch,
         lr_decay_style=args.lr_decay_style,

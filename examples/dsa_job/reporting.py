@@ -53,6 +53,7 @@ class Reporter:
         if not args.no_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # TensorBoard drops its events of steps that are repeated.
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
 
     def say(self, text: str) -> None:

@@ -42,6 +42,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount
     total = torch.sum(losses.float() * loss_mask)
     tokens = loss_mask.sum().to(torch.int)
     report = {"sums": torch.stack([total.detach(), tokens.float()])}
+    # These releases divide by this count, so it must cover the whole sequence, not only this rank's part.
     if _COUNTS_SEQUENCES and parallel_state.get_context_parallel_world_size() > 1:
         tokens = tokens.clone()
         dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
@@ -78,6 +79,7 @@ class Stepper:
     ) -> None:
         self.args, self.config = args, config
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        # 8 sequences in microbatches of 1 on 2 data parallel ranks are 8 / (1 x 2) = 4 microbatches per rank.
         self.microbatches = args.global_batch_size // (
             args.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
@@ -107,6 +109,7 @@ class Stepper:
         self._refuse_non_finite(step, sums)
         lm_loss = self._mean_loss(sums)
         _, grad_norm, _ = self.optimizer.step()
+        # Megatron's schedules count samples, not steps.
         self.scheduler.step(increment=self.args.global_batch_size)
         indexer_loss = self._indexer_loss(step)
         norm = float("-inf") if grad_norm is None else float(grad_norm)  # None: no weights on this rank
@@ -155,6 +158,7 @@ class Stepper:
         """Return loss sum and token count per microbatch, float32 ``[2]``; empty except on the last stage."""
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
+            # An interleaved schedule takes an iterator per chunk, the other schedules a single one.
             data_iterator=data if len(self.model) > 1 else data[0],
             model=self.model,
             num_microbatches=self.microbatches,
@@ -180,6 +184,7 @@ class Stepper:
     def _mean_loss(self, sums: list[torch.Tensor]) -> float:
         """Return the mean over all tokens of all data parallel ranks, on every rank."""
         if not sums:  # only the last pipeline stage computes a loss
+            # Minus infinity is neutral: the maximum over ranks is the loss of the last stage.
             return max_over_ranks(float("-inf"))
         total = torch.stack(sums).sum(dim=0)  # [2]: sum of losses, number of tokens
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -190,6 +195,7 @@ class Stepper:
         if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
             return None
         losses: dict[str, torch.Tensor] = {}
+        # The tracker has sums over microbatches; the scale turns them into means.
         indexer_loss(Megatron()).tracker.track_indexer_metrics(
             loss_scale=1 / self.microbatches, iteration=step, writer=None, total_loss_dict=losses
         )

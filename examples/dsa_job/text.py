@@ -141,6 +141,7 @@ def check_size(split: str, sequence_length: int, tokens: int, counted: bool = Tr
     """
     weights = [float(part) for part in split.split(",")][:2]
     share = min(weight / sum(weights) for weight in weights if weight)
+    # A sequence needs one more token, the label of its last position.
     if tokens * share < 2 * (sequence_length + 1):
         raise RunError(
             f"the data has {'' if counted else 'no more than '}{tokens} tokens; a part of {share:.1%} of "
@@ -161,6 +162,7 @@ def build(source: Source, tokenizer: Tokenizer, cache: Path, megatron: Megatron 
     Raises:
         RunError: the text cannot be indexed.
     """
+    # Names, sizes and times of the files are in the key, so that changed text gets another folder.
     key = digest(json.dumps([FORMAT, tokenizer.identity, str(source.root.resolve()), source.files]))
     folder = cache / key
     facts = folder / "corpus.json"
@@ -216,6 +218,7 @@ def _documents(source: Source) -> Iterator[bytes]:
         RunError: listed files can no longer be read. Without them the cache would lack text for all later
             jobs.
     """
+    # At least 40 documents: 3 files are cut into 14 pieces each.
     pieces = -(-FEWEST_DOCUMENTS // len(source.files))
     failures: list[OSError] = []
     for name, size, _ in source.files:

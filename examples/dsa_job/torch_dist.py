@@ -92,6 +92,7 @@ class Shards(torch_checkpoint.FileSystemWriter):
         """Copy the tensors to the host; return an empty list, where torch expects written items."""
         self._plan = plan
         self._kept = {item.index: _on_the_host(planner.resolve_data(item)) for item in plan.items}
+        # The copies are asynchronous, and the host may read them only now.
         torch.cuda.synchronize()
         nothing: Future[list[Any]] = Future()
         nothing.set_result([])
@@ -140,10 +141,12 @@ class Shards(torch_checkpoint.FileSystemWriter):
 
     def _outcome_of_this_rank(self) -> Any:
         with self._outcome as file:
+            # A forked writer shares the file's offset, which is at the end after it has written.
             file.seek(0)
             try:
                 return pickle.load(file)
             except EOFError:
+                # The writer was killed before it stored an outcome.
                 return "its writer has ended without a word", []
 
 

@@ -136,6 +136,7 @@ class _Job:
         folder = run.folder if run is not None else None
         seed = distributed.seed(args)
         random.seed(seed)
+        # numpy accepts seeds of 32 bits only.
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         tokenizer = build_tokenizer(args.tokenizer_model)
@@ -250,6 +251,8 @@ class _Job:
                 self._evaluate()
             if args.save and args.save_interval and step % args.save_interval == 0 and not last:
                 self._save()
+            # A signal may reach ranks in different steps; the collective makes all of them stop after the
+            # same one.
             if distributed.any_rank(bool(self.interrupts)) and not last:
                 self._stop_for_ctrl_c()
             if args.exit_interval and step % args.exit_interval == 0:
@@ -259,6 +262,7 @@ class _Job:
         args, progress = self.args, self.progress
         begin = time.perf_counter()
         lm_loss, indexer_loss, grad_norm = self.stepper.train_step(progress.iteration + 1, stream)
+        # Wait for the device, so that the time covers the whole step.
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         progress.iteration += 1
@@ -289,6 +293,7 @@ class _Job:
         self._finish_saves(wait=True)
         self.progress.wall_s = distributed.max_over_ranks(self._wall())
         stepper, folder, step = self.stepper, Path(self.args.save), self.progress.iteration
+        # An overlapped gather completes the parameters only in the next forward pass.
         with stepper.complete_parameters():
             request = checkpoint.save(
                 self.args, folder, self.progress, stepper.model, stepper.optimizer, stepper.scheduler

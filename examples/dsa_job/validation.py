@@ -90,9 +90,11 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
         "ffn_hidden_size": ("--tensor-model-parallel-size", tp),
         "make_vocab_size_divisible_by": ("--tensor-model-parallel-size", tp),
     }
+    # Padded sequences have a length that the ranks divide.
     is_padded = Padding.of(args).rows > 0
     if args.sequence_parallel and not is_padded:
         divided["seq_length"] = ("--tensor-model-parallel-size x --context-parallel-size", tp * cp)
+    # Zigzag context parallelism gives each rank one chunk from either half of the sequence.
     if cp > 1 and args.seq_length % (2 * cp) and not is_padded:
         yield (
             f"--seq-length {args.seq_length} cannot be cut into two chunks for each of "
@@ -109,6 +111,7 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
     yield from _check_stages(args, pp)
     if args.sequence_parallel and tp == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; omit it or raise the size"
+    # Groups of experts span data and context parallel ranks: only these three sizes must divide the world.
     if args.num_moe_experts and world.size % (ep * etp * pp):
         yield (
             f"{world.size} processes cannot be split into expert parallel {ep} x expert tensor parallel "
@@ -211,6 +214,7 @@ def _check_batch(args: argparse.Namespace, world: World) -> Iterator[str]:
             )
     elif args.virtual_pipeline_model_parallel_size:
         group = args.microbatch_group_size_per_vp_stage or pp
+        # The schedule runs groups of microbatches; the last group may be smaller, but not than the pipeline.
         if not pp <= group <= microbatches or 0 < microbatches % group < pp:
             yield (
                 f"an interleaved pipeline over {pp} ranks cannot run {microbatches} microbatches in groups "

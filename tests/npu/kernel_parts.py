@@ -30,7 +30,7 @@ class Sequence(NamedTuple):
 
     @property
     def visible(self) -> Tensor:
-        """``[rows, keys]`` bool: causal from the lower right."""
+        """Bool mask ``[rows, keys]``, causal from the lower right corner."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         return torch.ones(rows, keys).tril(keys - rows).bool()
 

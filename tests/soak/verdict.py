@@ -19,7 +19,7 @@ _PASSED = re.compile(r"^checkpoint: .* passed over: (.*)$", re.MULTILINE)
 
 
 def check_printed(printed: Sequence[Printed]) -> None:
-    """Refuse tracebacks, except those of connections that a killed rank has broken.
+    """Refuse tracebacks, except about connections that a killed rank has broken.
 
     Raises:
         Failure: a rank has printed another traceback.
