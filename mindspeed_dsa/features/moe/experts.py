@@ -1,4 +1,4 @@
-"""Access to single local experts, for features that compute with the weights of one expert."""
+"""Access to single local experts of an MoE layer, for features that use one expert's weights."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A weight of one expert: a whole parameter, or one entry of a stacked parameter."""
+    """Weight of one expert: a whole parameter, or one index of a stacked parameter."""
 
     parameter: Tensor
     index: int | None = None
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this weight's part of ``whole``, a tensor shaped like the parameter."""
+        """Slice this expert's weight from ``whole``, a tensor shaped like the parameter."""
         return whole if self.index is None else whole[self.index]
 
 
 @runtime_checkable
 class SingleExperts(Protocol):
-    """Interface to one expert at a time; a module with stacked weights may implement it itself."""
+    """Interface that gives access to one expert at a time. Modules with stacked weights can implement it."""
 
     def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
-        """Return a local expert's weights, each contiguous. All experts have the same shapes."""
+        """Return a local expert's weights, each contiguous. Shapes are the same for all experts."""
 
     def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-        """Return one expert's output for rows that are all routed to it.
+        """Run one expert on rows that are all routed to it.
 
         Args:
-            weights: weights of any expert of the layer, in the order of :meth:`expert_weights`. They need
-                not be parameters: autograd returns their gradients, even if the layer fuses gradient
-                accumulation.
+            weights: weights in the order of :meth:`expert_weights`, which can belong to another rank's
+                expert. They need not be parameters. Autograd returns their gradients, even with gradient
+                accumulation fusion.
             rows: hidden states, ``[rows, hidden]``.
-            probs: scales of the output, ``[rows]``.
+            probs: factors of the output, ``[rows]``.
 
         Returns:
             Output ``[rows, hidden]``.
         """
 
     def wait_for_weights(self) -> None:
-        """Wait until overlapped parameter gathering has delivered this step's weights."""
+        """Wait until the overlapped parameter all-gather has delivered this step's weights."""
 
 
 def single_experts(experts: Any) -> SingleExperts:
-    """Return access to the single experts of an MoE layer.
+    """Return the :class:`SingleExperts` interface of an MoE layer's experts.
 
     Args:
         experts: Megatron's ``SequentialMLP``, or a module that implements :class:`SingleExperts`.
 
     Raises:
-        SettingsError: ``experts`` is another module, or uses Transformer Engine's layers.
+        SettingsError: ``experts`` is any other module, or uses Transformer Engine's layers.
     """
     if isinstance(experts, SingleExperts):
         return experts
@@ -75,7 +75,7 @@ def _is_transformer_engines(module: Any) -> bool:
 
 
 class _Sequential:
-    """Megatron's ``SequentialMLP``: one MLP per expert."""
+    """Adapter for Megatron's ``SequentialMLP``, which has one MLP per expert."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
@@ -103,7 +103,7 @@ class _Sequential:
 
 @contextmanager
 def _gradients_through_autograd(expert: Any) -> Iterator[None]:
-    """Disable gradient accumulation fusion inside the block: substituted weights have no ``main_grad``."""
+    """Context without gradient accumulation fusion, which needs ``main_grad`` on the weights."""
     with ExitStack() as undo:
         for module in expert.modules():
             if getattr(module, "gradient_accumulation_fusion", False):

@@ -1,9 +1,9 @@
-"""Numbers of MoE layers in the whole model, and of the experts that a rank holds.
+"""Numbers of MoE layers in the whole model, and of the local experts on a rank.
 
-Multi-token prediction (MTP) layers are numbered after the decoder's layers, regardless of the number that a
-Megatron release gives their routers. An expert's number is its index in the router and in checkpoints. The
-expert is held in a slot; every expert parallel rank has the same number of slots. Imports neither torch nor
-Megatron.
+Multi-token prediction (MTP) layers are numbered after the decoder's layers, although some Megatron releases
+number their routers differently. An expert's number is its index in the router and in checkpoints. A slot is
+a position among the local experts of all ranks; every expert parallel rank has the same number of slots.
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Numbered(NamedTuple):
     """An MoE layer and its number.
 
     Attributes:
-        number: number from 1, counted through all pipeline stages and then through the MTP layers.
+        number: layer number from 1, counted over all pipeline stages and then over the MTP layers.
         layer: Megatron's ``MoELayer``.
     """
 
@@ -35,10 +35,11 @@ Visit = Callable[[Any, Sequence[Numbered]], None]
 
 
 def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
-    """Return the patches that find MoE layers when they are built.
+    """Return the patches that call a feature's functions when MoE layers are built.
 
     Args:
-        module: path of a module that defines ``in_block`` and ``in_mtp_block`` with the functions below.
+        module: import path of a module with ``in_block`` and ``in_mtp_block``, which call :func:`after_block`
+            and :func:`after_mtp_block`.
         why: reason for the patches, one sentence.
         versions: range of Megatron-core versions.
     """
@@ -49,7 +50,7 @@ def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
 
 
 def after_block(original: Callable[..., None], context: Context[Any], visit: Visit) -> Callable[..., None]:
-    """Wrap ``TransformerBlock.__init__``: call ``visit`` on every stage, for every chunk."""
+    """Wrap ``TransformerBlock.__init__``: call ``visit`` with each chunk's MoE layers, on every stage."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -61,7 +62,7 @@ def after_block(original: Callable[..., None], context: Context[Any], visit: Vis
 def after_mtp_block(
     original: Callable[..., None], context: Context[Any], visit: Visit
 ) -> Callable[..., None]:
-    """Wrap ``MultiTokenPredictionBlock.__init__``: call ``visit`` with the MTP layers."""
+    """Wrap ``MultiTokenPredictionBlock.__init__``: call ``visit`` with the MTP layers' MoE layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -81,28 +82,28 @@ def _below(layers: Sequence[Any], context: Context[Any], before: int) -> list[Nu
 
 
 def order_of(router: Any) -> tuple[int, ...] | None:
-    """Return the expert held by each slot of a router's layer, or ``None`` for the default placement."""
+    """Return the expert number for each slot of a router's layer, or ``None`` for the default placement."""
     order: tuple[int, ...] | None = vars(router).get("_order_of_experts")
     return order
 
 
 def set_order(layer: Any, order: Sequence[int]) -> None:
-    """Set the expert held by each slot of an MoE layer."""
+    """Set the expert number for each slot of an MoE layer."""
     vars(layer.router)["_order_of_experts"] = tuple(order)
     vars(layer.experts)["_numbers_of_experts"] = tuple(order[slot] for slot in layer.local_expert_indices)
 
 
 def is_placed(experts: Any) -> bool:
-    """Return whether a module of experts has a placement other than the default."""
+    """Return whether an experts module has a placement other than the default."""
     return "_numbers_of_experts" in vars(experts)
 
 
 def tensors_by_position(experts: Any) -> list[list[Any]] | None:
-    """Return the parameters of each local expert, or ``None`` if the module has no way to list them.
+    """Return the parameters of each local expert, or ``None`` if the module cannot list them.
 
-    Megatron's ``SequentialMLP`` has one module per expert. Other modules may have a method
-    ``tensors_of(position)``, which returns one expert's parameters or views into stacked ones. With it they
-    declare that their checkpoints are numbered by :func:`experts_of`.
+    Megatron's ``SequentialMLP`` has one module per expert. Other modules can define ``tensors_of(position)``,
+    which returns one expert's parameters, or views of stacked parameters. A module that defines it must also
+    number the experts in its checkpoints with :func:`experts_of`.
     """
     if hasattr(experts, "tensors_of"):
         return [list(experts.tensors_of(position)) for position in range(experts.num_local_experts)]
@@ -112,9 +113,9 @@ def tensors_by_position(experts: Any) -> list[list[Any]] | None:
 
 
 def experts_of(experts: Any, ep_rank: int) -> tuple[int, ...]:
-    """Return the numbers of the local experts, in the order of their slots.
+    """Return the expert numbers of the local experts, in the order of their slots.
 
-    Modules write these numbers to checkpoints, so that a checkpoint does not depend on the placement.
+    Checkpoints store experts under these numbers, so that they do not depend on the placement.
 
     Args:
         experts: a layer's ``experts`` module, with ``num_local_experts``.

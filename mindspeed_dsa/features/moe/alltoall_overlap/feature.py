@@ -1,4 +1,4 @@
-"""Overlap of an MoE layer's all-to-alls with the shared expert and the experts' weight gradients."""
+"""Overlap of the MoE all-to-alls with the shared expert and the experts' weight gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAG = "--moe-alltoall-overlap-comm"
 
 
 def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield a problem for each setting that leaves nothing to overlap, or overlaps it already."""
+    """Yield a problem for each setting with which nothing overlaps, or Megatron overlaps already."""
     if not number_of_experts(args):
         yield from check_experts(args, FLAG)
         return

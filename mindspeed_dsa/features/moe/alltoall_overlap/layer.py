@@ -1,14 +1,15 @@
-"""One forward of an MoE layer, arranged so that other work hides its all-to-alls.
+"""Forward of an MoE layer, reordered so that the dispatch and combine all-to-alls are hidden.
 
-Autograd runs nodes in reverse order of their creation (see ``parallel/all_to_all.py``), so forward creates
+Autograd runs nodes in reverse order of their creation (see ``parallel/all_to_all.py``). The order of forward
+is therefore
 
     start dispatch, deferred gradients of the experts, shared fc1 and activation, wait for dispatch,
     experts, start combine, shared fc2 and gate, wait for combine
 
-and in backward the weight gradients hide the reversed dispatch, and fc2 hides the reversed combine. The
-shared expert's whole backward is ready at that time, and the weight gradients suffice for the dispatch. So
-the combine also waits for fc1's backward (:meth:`InFlight.give_way`). Without deferred weight gradients, as
-with Transformer Engine's experts, fc1's backward stays under the dispatch.
+In backward, the experts' weight gradients hide the reverse dispatch, and the shared fc2 hides the reverse
+combine. The weight gradients are long enough to hide the dispatch. So the backward of the shared fc1, which
+is ready early too, also runs during the reverse combine (:meth:`InFlight.give_way`). Without deferred weight
+gradients, as with Transformer Engine's experts, the shared fc1 hides the dispatch instead.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Routed = Callable[[], "tuple[Any, ...]"]
 
 
 class Call:
-    """State of one forward of one layer.
+    """State of one forward of one MoE layer.
 
     Attributes:
-        shared: shared expert that has yet to run, or ``None``.
+        shared: shared expert that has not run yet, or ``None``.
         dispatch, combine: transfers in flight.
     """
 
@@ -44,7 +45,7 @@ class Call:
         self.combine: list[InFlight] = []
 
     def arrived(self) -> Iterator[Tensor]:
-        """Wait for the dispatched tokens and probabilities."""
+        """Yield the dispatched tokens and probabilities, after waiting for each."""
         return (flight.wait() for flight in self.dispatch)
 
 
@@ -54,7 +55,7 @@ def calls_of(context: Context[None]) -> WeakKeyDictionary[Any, Call]:
 
 
 def postpone_shared_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
+    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: run the shared expert later."""
     calls = context.state(calls_of)
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
@@ -68,7 +69,7 @@ def postpone_shared_experts(original: Callable[..., Any], context: Context[None]
 
 
 def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.dispatch``: begin a call, in releases without a step for the shared expert."""
+    """Wrap ``MoELayer.dispatch``: create the :class:`Call` if there is no ``shared_experts_compute``."""
     calls = context.state(calls_of)
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
@@ -93,7 +94,7 @@ def is_served(layer: Any, context: Context[None]) -> bool:
 
 
 def launch_dispatch(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: start the transfers without waiting."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: start the all-to-alls without waiting."""
     calls = context.state(calls_of)
 
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,7 @@ def launch_dispatch(original: Callable[..., Any], context: Context[None]) -> Cal
 
 
 def overlap_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.routed_experts_compute``: run the routed experts under the transfers."""
+    """Wrap ``MoELayer.routed_experts_compute``: wait for the dispatch, run the experts, start the combine."""
     calls = context.state(calls_of)
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
@@ -144,7 +145,7 @@ def _routed_alone(original: Callable[..., Any], layer: Any, call: Call, residual
 
 
 def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
-    """Run the routed experts and launch the combine between the shared expert's two halves."""
+    """Run the shared expert; between its fc1 and fc2, run the routed experts and start the combine."""
     # The second half begins where the shared expert calls fc2. Its gate and a recomputed activation function
     # are unaffected. The result has the combine's receive buffer in place of the experts' output.
     done: list[tuple[Any, ...]] = []
@@ -168,7 +169,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
 
 
 def wait_for_combine(original: Callable[..., Tensor], context: Context[None]) -> Callable[..., Tensor]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch and to wait."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: the first call starts it, the second waits."""
     calls = context.state(calls_of)
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Feature that sends overloaded experts' weights to the ranks with their tokens, instead of the tokens."""
+"""Expert load balancing: send an overloaded expert's weights to the ranks that have tokens for it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ HOT_EXPERTS = 3
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--balanced-moe-experts``.
 
     Attributes:
         switched_on: whether ``--balanced-moe-experts`` is set.
-        hot_experts: largest number of experts moved per layer, or ``None`` if not given.
+        hot_experts: largest number of experts whose weights are sent per layer, or ``None`` if not given.
         matmul_rate: TFLOP/s of one rank, or ``None`` to measure it.
         link_rate: GB/s of a rank's link in one direction, or ``None`` to measure it.
-        follows_pieces: whether ``--moe-fb-overlap`` runs layers in pieces. Companions then carry this
-            feature's tensors from piece to piece.
+        follows_pieces: whether ``--moe-fb-overlap`` splits layers into parts with separate graphs. Then a
+            :class:`~mindspeed_dsa.megatron.split_layers.Companion` carries this feature's tensors between the
+            parts.
     """
 
     switched_on: bool
@@ -52,12 +53,12 @@ class Options:
 
     @property
     def limit(self) -> int:
-        """Largest number of experts moved per layer."""
+        """Largest number of experts whose weights are sent per layer."""
         return HOT_EXPERTS if self.hot_experts is None else self.hot_experts
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the flag or any of its options is set; validation refuses options without the flag."""
+    """Return whether the flag or any of its options is set; options without the flag are an error."""
     options = Options.of(settings)
     return options.switched_on or options != Options(False, None, None, None)
 
@@ -83,7 +84,7 @@ _REFUSED = {
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each job argument that does not combine with the feature."""
+    """Yield a problem for each job argument that is incompatible with the feature."""
     yield from check_balanced(args, options)
     # A model configuration may hold only the default here; the layer itself is checked when it is built.
     if options.switched_on and argument(args, "transformer_impl") not in (None, "local"):
@@ -91,7 +92,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_balanced(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each argument or configuration field that does not combine with the feature."""
+    """Yield a problem for each argument or configuration field that is incompatible with the feature."""
     if not options.switched_on:
         yield (
             "--balanced-moe-hot-expert-num, --balanced-moe-matmul-rate and --balanced-moe-link-rate have no "

@@ -1,13 +1,12 @@
-"""Wrappers around the steps of Megatron's dispatcher that send some experts' weights to the tokens.
+"""Patches of the dispatcher: compute some experts where their tokens are, with weights sent by the owner.
 
-The routing map loses the tokens of moved experts before the dispatcher sees it, so the dispatcher handles
-only the remaining tokens. The dispatcher carries the state of a forward from step to step, as it carries
-Megatron's own state; the last step removes it. Autograd's graph keeps the tensors for backward. When a
-schedule runs the layer in pieces with separate graphs, the state crosses them as a
-:class:`~mindspeed_dsa.megatron.split_layers.Companion`.
+The tokens of experts received by this rank are removed from the routing map, so the dispatcher handles only
+the other tokens. The state of a forward is stored on the dispatcher, like Megatron's own state, and removed
+in the last step. If a schedule splits the layer into parts with separate graphs, the state is passed between
+them as a :class:`~mindspeed_dsa.megatron.split_layers.Companion`.
 
-Every rank builds the same autograd nodes in every forward, even for an empty plan. Overlapped gradient
-reduction needs this: a weight's gradient must be complete after the same number of events in each step.
+Every rank creates the same autograd nodes in every forward, even if no expert is moved. Overlapped gradient
+reduction requires this: a weight must get the same number of gradients in each step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Call = Callable[..., Any]
 
 
 class _Layer:
-    """State shared by all forwards of one MoE layer; holds no tensors except the layer's weights."""
+    """Experts and process group of one MoE layer; holds no tensors except the layer's weights."""
 
     def __init__(self, experts: SingleExperts, dispatcher: Any) -> None:
         self.experts = experts
@@ -57,10 +56,10 @@ class _Layer:
         return [weight.of(weight.parameter).shape for weight in self.experts.expert_weights(0)]
 
     def gathered(self, counts: Tensor) -> tuple[Any, list[bool]]:
-        """Gather the row counts of all ranks, and the experts' ``requires_grad``. Waits for the device.
+        """All-gather the row counts, and which experts are trained. Synchronizes with the device.
 
         Args:
-            counts: rows of this rank per expert, ``[experts]``.
+            counts: number of this rank's rows per expert, ``[experts]``.
 
         Returns:
             Counts ``[ranks, experts]`` on the host, and one flag per expert: whether it is trained.
@@ -87,15 +86,15 @@ class _Layer:
 
 @dataclass
 class _Forward(Companion):
-    """State of one forward of one layer between the dispatcher's steps.
+    """State of one forward of one layer, kept between the dispatcher's methods.
 
     Attributes:
         transfer: transfer of the moved experts' weights.
-        counts: rows of this rank for each expert that it receives.
-        cold: number of rows left to the dispatcher.
-        indices: tokens of the received experts, sorted by expert, ``[rows]``.
-        rows: hidden states of these tokens, later the experts' outputs, ``[rows, hidden]``.
-        probs: routing probabilities of these tokens, ``[rows]``.
+        counts: number of this rank's tokens for each expert that it receives.
+        cold: number of rows (token copies) left to the dispatcher.
+        indices: tokens of the received experts, sorted by expert, ``[rows]``; one row per token and expert.
+        rows: hidden states of ``indices``, later the experts' outputs, ``[rows, hidden]``.
+        probs: routing probabilities of ``indices``, ``[rows]``.
     """
 
     transfer: WeightTransfer
@@ -106,18 +105,18 @@ class _Forward(Companion):
     probs: Tensor
 
     def leave_router(self, cut: Cut) -> None:
-        """Cut the graph of the tokens, and send the weights while other pieces compute."""
+        """Before the graph is cut after the router: cut the kept tokens, and send the weights."""
         self.rows = cut(self.rows)
         if self.counts:  # without rows the probabilities get no gradient
             self.probs = cut(self.probs)
         self.transfer.launch()
 
     def enter_experts(self) -> None:
-        """Add the node that waits for the moved experts' gradients, before the local experts' weights."""
+        """Create the node that waits for moved experts' gradients; see :meth:`WeightTransfer.announce`."""
         self.transfer.announce()
 
     def leave_experts(self, cut: Cut) -> None:
-        """Cut the graph of the outputs."""
+        """Before the graph is cut after the experts: cut the received experts' outputs."""
         self.rows = cut(self.rows)
 
 
@@ -125,7 +124,7 @@ _LAYER = "_mindspeed_dsa_experts"
 
 
 def layer_of(dispatcher: Any) -> _Layer | None:
-    """Return the layer of a dispatcher, or of a copy that serves part of a microbatch; ``None`` if absent."""
+    """Return the layer attached to a dispatcher (or to a copy of it), or ``None``."""
     layer: _Layer | None = getattr(dispatcher, _LAYER, None)
     return layer
 
@@ -143,7 +142,7 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
 
 
 def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
-    """Wrap ``dispatch_preprocess``: plan the moves and hide moved experts' tokens from the dispatcher."""
+    """Wrap ``dispatch_preprocess``: choose the experts to move; hide their tokens from the dispatcher."""
 
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
@@ -179,7 +178,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
 
 
 def count_cold_tokens(original: Call) -> Call:
-    """Wrap ``preprocess``: set ``num_out_tokens``, since fused kernels size their output by it."""
+    """Wrap ``preprocess``: correct ``num_out_tokens``, from which fused kernels compute the output size."""
 
     def preprocess(self: Any, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, routing_map, *args, **kwargs)
@@ -194,7 +193,7 @@ def count_cold_tokens(original: Call) -> Call:
 
 
 def send_weights(original: Call) -> Call:
-    """Wrap ``dispatch_postprocess``: start sending weights, hidden by the dispatched tokens' experts."""
+    """Wrap ``dispatch_postprocess``: start sending weights, before the local experts run and hide it."""
 
     def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -207,7 +206,7 @@ def send_weights(original: Call) -> Call:
 
 
 def run_hot_experts(original: Call) -> Call:
-    """Wrap ``combine_preprocess``: run the received experts on the tokens that stayed on this rank."""
+    """Wrap ``combine_preprocess``: run the received experts on this rank's own tokens."""
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward, layer = companion_of(self), layer_of(self)
@@ -247,7 +246,7 @@ def _split(
     routing_map: Tensor,
     probs: Tensor,
 ) -> tuple[_Forward, Tensor]:
-    """Return the forward state for the experts received here, and the routing map of the other tokens."""
+    """Split the tokens: return the state of those for received experts, and the other tokens' routing map."""
     moved = []
     received = []
     for expert in plan.experts:

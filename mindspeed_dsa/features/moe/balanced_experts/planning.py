@@ -1,9 +1,9 @@
-"""Planner: selects the experts whose weights are sent to the tokens, to relieve the busiest rank.
+"""Planner that chooses the experts whose weights are sent to the ranks with their tokens.
 
-Moving an expert sends its weights to every rank that has tokens for it, and those tokens stay there. Tokens
-on the expert's own rank are computed there as before. All ranks plan from the same counts and reach the same
-plan: sums of integers in float64 are exact in any order, and the rest is elementwise. Costs follow from
-rates, which are given as options or measured once per process group.
+If an expert is moved, its weights are sent to every rank that has tokens for it, and those tokens stay on
+their rank. The expert's own rank computes its own tokens as before. All ranks compute the same plan from the
+same counts: sums of integers in float64 are exact in any order, and the rest is elementwise. The costs depend
+on rates, which are options or measured once per process group.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in seconds.
+    """Time per unit of work, in seconds. A row is one token copy, routed to one expert.
 
     Attributes:
-        row: forward of one row through one expert.
-        token: transfer of one row over a rank's link, one way.
-        weights: transfer of one expert's weights over a rank's link.
-        gradients: transfer of one expert's gradients over a rank's link.
-        call: fixed forward cost of running one more expert, excluding its rows.
+        row: time of the forward of one row through one expert.
+        token: time to transfer one row over a rank's link, one way.
+        weights: time to transfer one expert's weights over a rank's link.
+        gradients: time to transfer one expert's gradients over a rank's link.
+        call: fixed forward time of running one more expert, in addition to its rows.
     """
 
     row: float
@@ -58,13 +58,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Experts to move, and the predicted effect.
+    """Experts to move, and the predicted times.
 
     Attributes:
         experts: numbers of the moved experts among all experts, ascending.
-        before: predicted seconds of the routed experts without any move, forward plus backward.
-        after: predicted seconds with this plan.
-        rows: rows that each rank computes with this plan, ``[ranks]``.
+        before: predicted forward plus backward time of the routed experts if nothing is moved, in seconds.
+        after: predicted forward plus backward time with this plan, in seconds.
+        rows: number of rows that each rank computes with this plan, ``[ranks]``.
     """
 
     experts: tuple[int, ...]
@@ -74,16 +74,17 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Largest number of rows on a rank, divided by the mean."""
+        """Largest number of rows on a rank, divided by the mean over ranks."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 1.0
 
 
 class _Problem:
-    """Effect of moving each candidate, expressed as sums over the moved experts.
+    """Model of the layer's time as a function of the set of moved experts.
 
-    ``sums`` concatenates six vectors ``[ranks]``: rows computed for all ranks, rows computed locally for
-    other ranks' experts, rows sent, rows received, weights sent, weights received.
+    The time depends on six counts per rank: rows computed by its own experts, rows computed with received
+    weights, rows sent, rows received, weights sent, and weights received. Each moved expert adds a constant
+    to these counts, so a set of experts is evaluated by a sum.
     """
 
     def __init__(self, counts: npt.NDArray[np.int64], costs: Costs, limit: int) -> None:
@@ -116,13 +117,13 @@ class _Problem:
         self.fewest_borrowers = min((int(borrowers[:, expert].sum()) for expert in moved), default=0)
 
     def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Predict the seconds of each subset, and each rank's rows.
+        """Predict the time of each set of moved experts, and each rank's rows.
 
         Args:
-            chosen: membership of each candidate in each subset, ``[subsets, candidates]``.
+            chosen: mask of the candidates in each set, ``[sets, candidates]``.
 
         Returns:
-            Seconds ``[subsets]`` and rows ``[subsets, ranks]``.
+            Seconds ``[sets]``, and number of rows ``[sets, ranks]``.
         """
         sums = self.base + chosen.astype(np.float64) @ self.change
         cold, hot, leave, arrive, sent, received = np.split(sums, 6, axis=1)
@@ -137,13 +138,13 @@ class _Problem:
 
 
 def choose(counts: Any, costs: Costs, limit: int) -> Plan:
-    """Select the best subset of at most ``limit`` experts, or none if moving does not pay.
+    """Choose the best set of at most ``limit`` experts to move; empty if moving does not save time.
 
-    Ties go to fewer experts, then to lower expert numbers.
+    Among equal sets, prefers fewer experts, then lower expert numbers.
 
     Args:
-        counts: rows that each rank has for each expert, integers ``[ranks, experts]``. Experts are
-            distributed over the ranks in order, the same number on each rank.
+        counts: number of rows that each rank has for each expert, integers ``[ranks, experts]``. Experts are
+            assigned to the ranks in order, the same number per rank.
         costs: seconds per unit of work.
         limit: largest number of experts to move.
     """
@@ -170,7 +171,7 @@ def choose(counts: Any, costs: Costs, limit: int) -> Plan:
 
 
 def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any, Any]:
-    """Beam search by subset size: extend the best subsets of each size by one expert."""
+    """Run a beam search over set sizes: extend the best sets of each size by one expert."""
     count = len(problem.candidates)
     bits = 1 << np.arange(count - 1, -1, -1)  # the first candidate is the highest bit
     subsets = np.zeros(1, dtype=np.int64)
@@ -197,13 +198,13 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of the slowest rank.
+    """Speed of the slowest rank.
 
     Attributes:
         matmul: FLOP/s of an expert's matmuls.
-        link: bytes per second of a link in one direction.
-        call: fixed seconds per additional expert, excluding its rows.
-        message: fixed seconds per additional message, excluding its bytes.
+        link: bytes per second over a rank's link in one direction.
+        call: fixed seconds per additional expert call.
+        message: fixed seconds per additional message.
     """
 
     matmul: float
@@ -212,7 +213,7 @@ class Rates:
     message: float = 0.0
 
     def costs(self, shapes: Sequence[torch.Size], hidden: int, dtype: torch.dtype) -> Costs:
-        """Return the costs of experts with weights of these shapes and rows of ``hidden`` elements."""
+        """Return the costs for experts with weights of these shapes and tokens of ``hidden`` elements."""
         # Per row: 2 FLOP per weight, and 7168 x 2 bytes = 14 KiB on the link for hidden size 7168 in bf16.
         numel = sum(shape.numel() for shape in shapes)
         # Gradients are sent in fp32 or wider, see WeightTransfer.send_gradients.
@@ -237,7 +238,7 @@ def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[O
 
     Args:
         experts: local experts of a layer, all of one size.
-        hidden: number of elements of a row.
+        hidden: hidden size.
         group: expert parallel process group.
         context: context of the feature, whose options may give one or both rates.
     """
@@ -290,5 +291,5 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
 
 def _fastest(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of this rank's fastest round. Collective over the group."""
+    """Return the time of this rank's fastest repetition of ``work``, in seconds. Collective."""
     return min(timed(work, group) for _ in range(_ROUNDS))

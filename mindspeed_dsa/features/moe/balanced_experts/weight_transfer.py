@@ -1,12 +1,13 @@
-"""Transfer of experts' weights to other ranks for one forward and backward, and of gradients back.
+"""Transfer of experts' weights to other ranks for one forward and backward, and of their gradients back.
 
 Two autograd functions split each transfer into a start and a wait, as in
-:mod:`mindspeed_dsa.parallel.all_to_all`. In forward, work between :meth:`WeightTransfer.launch` and
-:meth:`WeightTransfer.wait` hides the weights' transfer. In backward, the nodes created between
-:meth:`WeightTransfer.announce` and the wait hide the gradients' transfer.
+:mod:`mindspeed_dsa.parallel.all_to_all`. In forward, the weights are in transfer between
+:meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait`. In backward, the node of ``wait`` sends the
+gradients, and the node of :meth:`WeightTransfer.announce` waits for them. Nodes created between ``announce``
+and ``wait`` hide this transfer.
 
-The announcing node takes every weight that may ever be sent as an input, sent or not. A weight's gradient is
-therefore complete only with its receivers' gradients, and hooks on the gradient wait for them.
+The node of ``announce`` has all weights that could be sent as inputs. Autograd therefore completes a weight's
+gradient, and runs its hooks, only after the gradients of the receivers have arrived.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from mindspeed_dsa.parallel.transfers import Pending
 
 @dataclass(frozen=True)
 class MovedExpert:
-    """One expert whose weights are sent. All ranks of the group have the same list of moved experts.
+    """Expert whose weights are sent. All ranks of the group build the same list.
 
     Attributes:
-        owner: the expert's own rank in the group.
-        receivers: ranks in the group that receive the weights, ascending, without the owner.
-        learns: whether the expert is trained, so that gradients return.
+        owner: rank in the group to which the expert belongs.
+        receivers: ranks in the group that receive the weights, ascending; excludes the owner.
+        learns: whether the expert is trained; only then gradients are sent back.
         weights: the expert's weights on the owner; empty on other ranks.
     """
 
@@ -47,7 +48,7 @@ class WeightTransfer:
 
     Args:
         experts: moved experts, identical on all ranks except for ``weights``.
-        parameters: all parameters that this rank may ever send, at least one.
+        parameters: all parameters that this rank could send in any forward, at least one.
         shapes: shapes of one expert's weights.
         group: process group.
     """
@@ -71,21 +72,21 @@ class WeightTransfer:
         self._returned: dict[int, list[list[Tensor]]] = {}
 
     def announce(self) -> None:
-        """Add the node that waits for the gradients in backward; all ranks call it at the same point."""
+        """Create the node that waits for the gradients in backward. All ranks call this at the same point."""
         # A rank with frozen experts may still receive trained ones.
         learns = any(expert.learns for expert in self.experts)
         anchor = torch.empty((), device=self._like.device, requires_grad=learns)
         self.token = _Announce.apply(self, anchor, *self._parameters)
 
     def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """Wait for the received weights. In backward this node sends their gradients.
+        """Wait for the received weights. The backward of this node sends their gradients.
 
         Args:
-            rows: input of the received experts, possibly with 0 rows. Its gradient makes backward reach
-                this node on every rank.
+            rows: input of the received experts, possibly with 0 rows. It connects this node to the graph on
+                every rank.
 
         Returns:
-            ``rows``, and the weights of each received expert, in the order of ``received``.
+            ``rows``, and a list of weights per received expert, in the order of ``received``.
         """
         token, self.token = self.token, None
         rows, *weights = _Wait.apply(self, rows, token, len(self.received) * len(self._shapes))
@@ -93,7 +94,7 @@ class WeightTransfer:
         return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
 
     def launch(self) -> None:
-        """Send the weights; later calls do nothing. All ranks call it at the same point."""
+        """Start sending the weights; later calls do nothing. All ranks call this at the same point."""
         if self._launched:
             return
         self._launched = True
@@ -109,13 +110,13 @@ class WeightTransfer:
         self._weights.launch()
 
     def arrived(self) -> list[Tensor]:
-        """Wait for the weights and return them."""
+        """Wait for the weights and return their buffers."""
         self._weights.wait()
         buffers, self._buffers = self._buffers, []
         return buffers
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients back to the owners, in fp32 or wider.
+        """Start sending gradients of received weights to the owners, in fp32 or wider.
 
         Args:
             gradients: gradients of the received weights, in the order of experts and weights.
@@ -135,7 +136,7 @@ class WeightTransfer:
         self._gradients.launch()
 
     def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
-        """Wait for the gradients, sum them in the order of the receivers' ranks, and pass them to ``add``."""
+        """Wait for the gradients; call ``add`` with each weight's sum over the receivers, in rank order."""
         self._gradients.wait()
         returned, self._returned = self._returned, {}
         for number, by_receiver in returned.items():
@@ -148,7 +149,7 @@ class WeightTransfer:
 
 
 class _Messages:
-    """Point-to-point messages; both ranks of a pair must add theirs in the same order."""
+    """Batch of point-to-point messages. Both ranks of a pair must add theirs in the same order."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -168,7 +169,7 @@ class _Messages:
         self._messages.append(dist.P2POp(operation, tensor, peer, self._group))
 
     def launch(self) -> None:
-        """Start all messages, receives first: in some backends a send completes only when it is received."""
+        """Start all messages, receives first: some backends complete a send only once it is received."""
         messages, self._messages = self._messages, []
         if messages:
             messages.sort(key=lambda message: message.op is not dist.irecv)

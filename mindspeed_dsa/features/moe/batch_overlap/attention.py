@@ -1,16 +1,17 @@
-"""Transformer layers that run one half's attention while the other half's tokens are in transfer.
+"""Transformer layers that run one half batch's attention while the other half's tokens are in an all-to-all.
 
-With halves 0 and 1, forward creates
+The order of forward for the halves 0 and 1 is
 
     attention 0, start dispatch 0, attention 1, wait for dispatch 0, start dispatch 1, experts 0, wait for
     dispatch 1, start combine 0, experts 1, wait for combine 0, start combine 1
 
-and the next layer begins with the attention of half 0 before the wait for combine 1. If no such layer
-follows, the shared expert runs under combine 1. "Attention" here includes norm, router and permutation.
-Backward runs the nodes in the reverse order and hides the same transfers under the same parts. Only a chunk's
-last combine and first dispatch have less work to hide them.
+The next layer begins with the attention of half 0, before the wait for combine 1. In the last layer, the
+shared expert hides combine 1. "Attention" here includes norm, router and permutation. Backward runs the nodes
+in the reverse order, so the same work hides the same transfers. Only a chunk's last combine and first
+dispatch have less work to hide them.
 
-Halves are whole sequences, or the two halves of a single sequence's rows: see :mod:`.keys`.
+A half consists of whole sequences. If there is only one sequence, it is one half of the tokens: see
+:mod:`.keys`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from mindspeed_dsa.megatron.dsa import uses_dsa
 
 @dataclass
 class _Cut:
-    """Halves of a microbatch between two layers.
+    """Two halves of a microbatch, as passed from layer to layer.
 
     Attributes:
         first: hidden states of half 0, ``[sequence, batch, hidden]``.
         second: function that waits for half 1 and returns its hidden states.
-        dim: dimension along which the microbatch is cut: 0 for rows, 1 for sequences.
+        dim: dimension along which the microbatch is split: 0 (tokens of one sequence) or 1 (whole sequences).
     """
 
     first: Tensor
@@ -55,7 +56,7 @@ class _Cut:
 
     @classmethod
     def of(cls, hidden: Tensor) -> _Cut:
-        """Cut hidden states ``[sequence, batch, hidden]``: by rows if there is one sequence."""
+        """Split ``[sequence, batch, hidden]`` by sequence, or by token if there is only one sequence."""
         dim = 0 if hidden.size(1) == 1 else 1
         first, second = (half.contiguous() for half in hidden.tensor_split(2, dim))
         return cls(first, lambda: second, dim)
@@ -69,7 +70,7 @@ _HANDED_ON = "_mindspeed_dsa_halves"
 
 
 def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``TransformerBlock.forward``: let its layers pass halves to each other."""
+    """Wrap ``TransformerBlock.forward``: let consecutive layers pass halves without waiting for half 1."""
     if context.options.attention is False:
         return original
     state = context.state(State)
@@ -87,7 +88,7 @@ def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Cal
 
 
 def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``TransformerLayer.forward`` for layers whose attention runs in halves."""
+    """Wrap ``TransformerLayer.forward``: run attention, too, in halves."""
     if context.options.attention is False:
         return original
     state = context.state(State)
@@ -152,7 +153,7 @@ def _takes_part(
 
 
 def _knows_rows(layer: Any) -> bool:
-    """Return whether attention accepts fewer rows than keys; :func:`check_rows` checks it for DSA."""
+    """Return whether attention supports fewer queries than keys. For DSA, :func:`check_rows` decides."""
     core = layer.self_attention.core_attention
     return uses_dsa(layer.config) or getattr(core, "dense_context_parallel_plan", None) is not None
 
@@ -183,7 +184,7 @@ _NONE = ("packed_seq_params", "sequence_len_offset")
 
 
 def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the arguments of each half, apart from its hidden states."""
+    """Return the layer arguments for each half, except for the hidden states."""
     mask: Tensor | None = kwargs.get("attention_mask")
     masks: Any = (mask, mask)
     if hidden.size(1) == 1:
@@ -196,7 +197,7 @@ def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def _hands_on(layer: Any, context: Context[Options]) -> bool:
-    """Return whether the next layer takes halves and directly receives this layer's output."""
+    """Return whether the next layer accepts halves and gets this layer's output unchanged."""
     state = context.state(State)
     if state.block is None or layer._forward_hooks:
         return False
@@ -209,7 +210,7 @@ def _hands_on(layer: Any, context: Context[Options]) -> bool:
 
 
 def _stand_in(cut: _Cut, hidden: Tensor) -> Tensor:
-    """Return a tensor for the block to pass to the next layer, with the halves attached."""
+    """Return a tensor of NaNs with the halves attached, which the block passes to the next layer."""
     stand_in = hidden.new_full((), torch.nan).expand(hidden.shape)  # NaN exposes code that reads it
     setattr(stand_in, _HANDED_ON, cut)
     return stand_in
@@ -224,7 +225,7 @@ def _run(
     waits: bool,
     hands_on: bool,
 ) -> _Cut:
-    """Run a layer; the combine of half 1 is still in flight when it returns."""
+    """Run a layer in halves. The combine of half 1 is still in flight on return."""
     routing = Routing(cut.dim)
     keys = Keys(layer) if cut.dim == 0 else None
 

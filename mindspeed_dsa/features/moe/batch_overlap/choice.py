@@ -1,10 +1,10 @@
-"""Decision whether to cut a microbatch in halves, measured once per layer size in the first step.
+"""Decision whether layers run in halves, measured once per layer size in the first step.
 
-Two halves cost more than the whole where time does not grow with the number of tokens: with small matmuls, or
-when the host launches kernels more slowly than the device runs them. The gain from overlap depends on the
-link. So forward runs whole and in halves on the step's own tokens, and the ranks compare the slowest rank's
-times. Backward is assumed to behave alike: it has the same transfers and calls, and more computation to hide
-them. The decision does not depend on the number of tokens, which may differ between ranks that must agree.
+Two halves take longer than the whole if the time does not scale with the number of tokens: with small
+matmuls, or when the host limits the kernel launch rate. The gain from overlap depends on the link. So each
+layer's forward is timed in both modes on the first step's tokens, and the slowest rank's times are compared.
+Backward is assumed to behave alike: it has the same transfers and more computation to hide them. The number
+of tokens is not part of the layer size, because it can differ between ranks, which must all decide the same.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Run = Callable[[Mode], object]
 
 
 class State:
-    """Modes of a session's layers, and the forward that is running.
+    """Mode (whole or in halves) of each layer in a session, and state of the running forward.
 
     Attributes:
-        modes: mode per transformer layer, and per dispatcher of a MoE layer.
-        shared, calls: postponed shared expert and arguments of the running forward, per dispatcher. Megatron
-            too gives a dispatcher one forward at a time.
-        is_measured: whether a layer is being measured.
-        block: transformer block whose layers run.
-        half: half whose stage runs, a :class:`.stages.Stages`.
+        modes: dict from transformer layer, or dispatcher of an MoE layer, to mode.
+        shared, calls: dicts from dispatcher to the postponed shared expert and to the arguments of the
+            running forward. As in Megatron, a dispatcher runs one forward at a time.
+        is_measured: whether a layer is being timed.
+        block: transformer block whose forward is running.
+        half: half that is running, a :class:`.stages.Stages`.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -54,10 +54,10 @@ class State:
         self._chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
 
     def choose(self, layer: Any, group: Any, run: Run) -> Mode:
-        """Return the mode for layers of this size. Collective over the layer's expert parallel ranks.
+        """Return the faster mode for layers of this size, measured once. Collective over ``group``.
 
         Args:
-            layer: Megatron's ``MoELayer``, or a transformer layer with one.
+            layer: Megatron's ``MoELayer``, or a transformer layer that contains one.
             group: expert parallel process group.
             run: function that runs the layer's forward in a mode.
         """
@@ -81,13 +81,13 @@ class State:
 
 
 def _size(layer: Any) -> Hashable:
-    """Return a key of all properties that determine the time per token, equal on all ranks."""
+    """Return a hashable key of the layer's properties that affect its time, equal on all ranks."""
     weights = tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
     return layer.config.moe_router_topk, weights
 
 
 def _measure(run: Run, group: Any) -> Mapping[Mode, float]:
-    """Return the slowest rank's median seconds per mode; the modes alternate, and round 0 is warmup."""
+    """Time both modes alternately after one warmup; return the slowest rank's median seconds per mode."""
     modes: tuple[Mode, ...] = get_args(Mode)
     rounds = [[timed(partial(run, mode), group) for mode in modes] for _ in range(1 + _ROUNDS)]
     medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""Feature that cuts a microbatch in two halves, so that one half's compute hides the other's transfers."""
+"""Feature that splits a microbatch in two halves: one half computes while the other is in transfer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--moe-batch-overlap``.
 
     Attributes:
         switched_on: whether ``--moe-batch-overlap`` is set.
-        always: whether layers are cut without measuring.
-        attention: whether to cut before attention. ``None``: wherever that is supported.
-        sparse_rows: whether sparse attention supports fewer rows than keys.
-        weighs_again: whether recomputed core attention also weights the indexer loss by the half's share.
-        warmup: whether this is the DSA warmup stage: layers run without a graph, only indexers are trained.
+        always: whether layers run in halves without measuring the gain first.
+        attention: whether attention runs in halves too. ``None``: wherever that is supported.
+        sparse_rows: whether sparse attention supports fewer queries than keys.
+        weighs_again: whether the indexer loss can be weighted by the half's size even if core attention is
+            recomputed.
+        warmup: whether this is the DSA warmup stage, in which only indexers are trained and layers build no
+            graph.
     """
 
     switched_on: bool
@@ -62,7 +64,7 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the flag or any of its options is set; validation refuses options without the flag."""
+    """Return whether the flag or any of its options is set; options without the flag are an error."""
     options = Options.of(settings)
     return options.switched_on or options.always or bool(options.attention)
 
@@ -88,7 +90,7 @@ _REFUSED = {
 
 
 def check_halves(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each argument or configuration field that rules out halves or leaves no overlap."""
+    """Yield a problem for each argument or configuration field that prevents halves or overlap."""
     if not options.switched_on:
         for flag, value in ((_ALWAYS, options.always), (_ATTENTION, options.attention)):
             if value:
@@ -129,7 +131,7 @@ _REFUSED_WITH_ATTENTION = {
 
 
 def check_attention(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each setting under which attention in halves differs from the whole."""
+    """Yield a problem for each setting with which attention in halves would change the result."""
     yield from check_refused(args, _ATTENTION, _REFUSED_WITH_ATTENTION)
     if options.warmup:
         yield (
@@ -160,12 +162,12 @@ _REFUSED_WITH_ROWS = {
 
 
 def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
-    """Yield a problem for each setting that prevents cutting a single sequence by its rows.
+    """Yield a problem for each setting that prevents splitting a single sequence into two halves.
 
     Args:
         args: job arguments, or a model configuration.
         options: the feature's options.
-        length: number of rows of the sequence.
+        length: number of tokens of the sequence.
     """
     for name, why in _REFUSED_WITH_ROWS.items():
         if argument(args, name):
@@ -214,7 +216,7 @@ def _check_dsa(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each job argument that does not combine with the feature."""
+    """Yield a problem for each job argument that is incompatible with the feature."""
     yield from check_halves(args, options)
     yield from check_choice(args, options)
     if options.switched_on and options.attention:
@@ -224,7 +226,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_choice(args: Any, options: Options) -> Iterator[str]:
-    """Refuse to measure whether halves pay in deterministic training."""
+    """Yield a problem in deterministic training, where the decision must not depend on measured times."""
     if options.switched_on and not options.always:
         yield from check_measured(args, _FLAG, "whether halves pay", f"add {_ALWAYS}")
 

@@ -1,18 +1,18 @@
-"""Two halves of one MoE layer's tokens, and the order of their computation and transfers.
+"""MoE layer that runs two halves of its tokens, with one half's all-to-all during the other's experts.
 
-The order of creation decides the order of backward (``parallel/all_to_all.py``). For the halves 0 and 1,
-forward creates
+The order of forward determines the order of backward (see ``parallel/all_to_all.py``). For the halves 0 and
+1, forward runs
 
     start dispatch 0, deferred gradients of the experts, shared fc1 and activation, wait for dispatch 0,
     start dispatch 1, experts 0, start combine 0, wait for dispatch 1, experts 1, wait for combine 0,
     start combine 1, shared fc2 and gate, wait for combine 1
 
-so the other half's experts hide dispatch 1 and combine 0, and the shared expert hides dispatch 0 and combine
-1. Backward hides combine 0 under the experts of half 1, dispatch 1 under the experts of half 0, and dispatch
-0 under the weight gradients of both. The shared expert hides combine 1. That transfer also waits for fc1's
-backward (:meth:`InFlight.give_way`), unless the experts' weight gradients cannot be deferred.
+In forward, the other half's experts hide dispatch 1 and combine 0, and the shared expert hides dispatch 0 and
+combine 1. In backward, the experts of half 1 hide combine 0, the experts of half 0 hide dispatch 1, and the
+weight gradients of both halves hide dispatch 0. The shared expert hides combine 1, including its fc1
+(:meth:`InFlight.give_way`) if the experts' weight gradients can be deferred.
 
-A transfer starts only right before the work that hides it. Two transfers at once would share the link, and
+A transfer starts only right before the work that hides it. Two concurrent transfers would share the link, and
 the one needed first would arrive later.
 """
 
@@ -37,7 +37,7 @@ Experts = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Half:
-    """Half of the tokens of one forward.
+    """Half of the tokens in one forward of an MoE layer.
 
     Args:
         number: index of the half, 0 or 1.
@@ -45,7 +45,7 @@ class Half:
         rows: hidden states, ``[tokens, hidden]``.
         routing_map: routed experts of each token, bool ``[tokens, experts]``.
         probs: routing probabilities, ``[tokens, experts]``.
-        waits: whether to wait for each transfer right after its start.
+        waits: whether to wait for each transfer right after its start, without overlap.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class Half:
             self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
 
     def dispatch(self) -> None:
-        """Start sending rows and probabilities to their experts."""
+        """Start the dispatch of the hidden states and probabilities."""
         with of_half(self._number), named("dispatch"), launching(self.dispatched):
             self._dispatcher.token_dispatch(*self._permuted)
         self._permuted = None
         self._wait_now(self.dispatched)
 
     def arrive(self) -> None:
-        """Wait for the rows and probabilities."""
+        """Wait for the dispatched hidden states and probabilities."""
         self._arrived = [flight.wait() for flight in self.dispatched]
 
     def compute(self, experts: Experts) -> Tensor:
-        """Return the outputs of this rank's experts, ``[rows, hidden]``."""
+        """Run this rank's experts; return their output ``[rows, hidden]``."""
         (rows, probs), self._arrived = self._arrived, []
         return experts(self._dispatcher, rows, probs)
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
-        """Start sending outputs back. In backward, ``after``'s transfer returns only after this one."""
+        """Start the combine. In backward, the transfer of the mark ``after`` is reversed after this one."""
         with of_half(self._number), named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
         self._wait_now(self.combined)
 
     def finish(self, combined: Tensor) -> Tensor:
-        """Return the tokens' outputs, ``[tokens, hidden]``."""
+        """Return the combined output of the half's tokens, ``[tokens, hidden]``."""
         output: Tensor = self._dispatcher.combine_postprocess(combined)
         return output
 
@@ -94,13 +94,13 @@ class Half:
 
 
 def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedOutput | None) -> Tensor:
-    """Run the routed experts in halves and the shared expert; return ``[tokens, hidden]``.
+    """Run the routed experts in halves, and the shared expert; return the output ``[tokens, hidden]``.
 
     Args:
         layer: Megatron's ``MoELayer``.
-        halves: both halves of its tokens, in order.
+        halves: both halves of the layer's tokens, in order.
         experts: function that runs the routed experts.
-        shared: pending shared expert, or ``None``.
+        shared: shared expert that has not run yet, or ``None``.
     """
     first, second = halves
     combined: list[Tensor] = []

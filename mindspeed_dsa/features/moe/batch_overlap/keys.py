@@ -1,9 +1,9 @@
-"""Attention of a sequence in two halves of its rows, where the second half attends to the keys of both.
+"""Attention of one sequence in two halves of tokens; the second half attends to the keys of both.
 
-The first half runs as a shorter sequence, since causal rows need no later keys. The second half derives its
-own query, key and value at its positions in the sequence, and prepends the first half's keys and values. An
-indexer gets the inputs of both halves, because its inputs must have a row per key. It recomputes its keys of
-the first half, which costs one small matmul.
+The first half runs like a shorter sequence, because causal queries need no later keys. The second half
+computes query, key and value of its own tokens, with the right positions, and prepends the first half's keys
+and values. An indexer gets the hidden states of both halves, because it computes its own keys. It recomputes
+its keys of the first half, which costs one small matmul.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Keys:
     """Keys, values and indexer inputs of a layer's first half, kept for its second half.
 
     Args:
-        layer: Megatron's transformer layer, with latent attention.
+        layer: Megatron's transformer layer, with MLA.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -31,7 +31,7 @@ class Keys:
 
     @contextlib.contextmanager
     def of_half(self) -> Iterator[None]:
-        """Run one half's attention inside the block: first half 0, then half 1."""
+        """Context in which one half's attention runs: first half 0, then half 1."""
         attention = self._layer.self_attention
         derive = attention.get_query_key_value_tensors
         with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ class Keys:
         return args, kwargs | {"x": self._joined("x", x), "qr": self._joined("qr", qr)}
 
     def _joined(self, name: str, of_half: Tensor) -> Tensor:
-        """Return the rows of both halves; for the first half, keep its rows and return them."""
+        """Prepend the first half's tensor; in the first half, store the tensor and return it."""
         earlier = self._earlier.pop(name, None)
         if earlier is None:
             self._earlier[name] = of_half

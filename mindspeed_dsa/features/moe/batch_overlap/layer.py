@@ -1,8 +1,8 @@
-"""Wrappers around the steps of Megatron's MoE layer that cut its tokens in halves.
+"""Patches of Megatron's MoE layer that run its tokens in halves, without attention.
 
-The router sees the whole microbatch, so load balancing losses, their logs and token dropping are unchanged.
-From the dispatcher on, every token is computed independently. Both halves run inside the routed experts'
-step; the dispatcher's other steps return their arguments unchanged.
+The router runs on the whole microbatch, so load balancing losses, their logs and token dropping are
+unchanged. After the router, tokens do not depend on each other. Both halves run inside
+``routed_experts_compute``; the dispatcher's other methods return their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
 
 @dataclass
 class _Call:
-    """Arguments of the dispatcher in one forward of one layer."""
+    """Arguments of the dispatcher, kept during one forward of one layer."""
 
     hidden_states: Tensor
     routing_map: Tensor
@@ -40,12 +40,12 @@ class _Call:
 
 
 def _runs_whole(dispatcher: Any, state: State) -> bool:
-    """Return whether a layer runs whole, as a half's copy of the dispatcher does, which has no mode."""
+    """Return whether a dispatcher's layer runs whole. Halves use copies of the dispatcher without a mode."""
     return state.modes.get(dispatcher, "whole") == "whole"
 
 
 def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.forward``: the first forward in training selects the layer's mode."""
+    """Wrap ``MoELayer.forward``: choose the layer's mode in the first training forward."""
     state = context.state(State)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 
 
 def postpone_shared_expert(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
+    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: run the shared expert later."""
     state = context.state(State)
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
@@ -102,7 +102,7 @@ def _shared_output(layer: Any, hidden_states: Tensor, context: Context[Options])
 
 
 def take_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``: keep the tokens for the halves."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``: keep its arguments for the halves."""
     state = context.state(State)
 
     def dispatch_preprocess(
@@ -117,7 +117,7 @@ def take_tokens(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def skip_dispatch(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: skip it, as the halves dispatch."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: do nothing, because the halves dispatch later."""
     state = context.state(State)
 
     def token_dispatch(self: Any, hidden_states: Tensor, probs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def skip_dispatch(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.routed_experts_compute``: run the halves."""
+    """Wrap ``MoELayer.routed_experts_compute``: run both halves."""
     state = context.state(State)
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
@@ -149,7 +149,7 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
 def run_halves_and_shared_expert(
     original: Callable[..., Any], context: Context[Options]
 ) -> Callable[..., Any]:
-    """Wrap ``MoELayer.experts_compute``, the step of older releases: run halves and shared expert."""
+    """Wrap ``MoELayer.experts_compute`` of older releases: run both halves and the shared expert."""
     state = context.state(State)
 
     def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
@@ -176,7 +176,7 @@ def _in_halves(
 
 
 def skip_combine(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: skip it, as the halves combine."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: do nothing, because the halves have combined."""
     calls = context.state(State).calls
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""Router of a layer that sees its halves one after the other, with the losses of the whole microbatch.
+"""Router that gets the two halves one after the other, but computes losses on the whole microbatch.
 
-A token's experts do not depend on other tokens. Load balancing losses, their logs and the counts behind an
-expert bias do. So for the first half the router only selects experts. With the second half, Megatron's own
-code runs on the logits of both. Its losses are attached to the second half's probabilities, from which their
-gradients reach the logits of both halves.
+A token's experts do not depend on other tokens, but load balancing losses, their logs and expert bias counts
+do. So for the first half, the router only selects experts. For the second half, Megatron's own code runs on
+the logits of both halves. It attaches its losses to the second half's probabilities; their gradients reach
+the logits of both halves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mindspeed_dsa.features.moe.batch_overlap.feature import Options
 
 
 class Routing:
-    """Logits of a layer's two halves.
+    """Router state of a layer's two halves.
 
     Args:
-        dim: dimension of ``[sequence, batch, experts]`` along which they were cut.
+        dim: dimension of ``[sequence, batch, experts]`` along which the microbatch is split.
     """
 
     def __init__(self, dim: int) -> None:
@@ -34,7 +34,7 @@ class Routing:
     def route(
         self, router: Any, logits: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the probabilities and routing map of half 0, then half 1, ``[tokens, experts]``.
+        """Route half 0 in the first call, half 1 in the second. Returns probabilities and routing map.
 
         Args:
             router: Megatron's router.
@@ -60,7 +60,7 @@ class Routing:
 
 @contextlib.contextmanager
 def _alone(router: Any) -> Iterator[None]:
-    """Disable losses, logs and counts of the router inside the block, so that it only selects experts."""
+    """Context that disables the router's losses, logs and counts, so that it only selects experts."""
     training, enable_expert_bias = router.training, router.enable_expert_bias
     router.training = router.enable_expert_bias = False
     try:

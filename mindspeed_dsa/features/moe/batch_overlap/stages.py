@@ -1,8 +1,8 @@
-"""Stages of one half of a microbatch in one transformer layer, with transfers in flight between them.
+"""Stages of one half's forward through a transformer layer, with transfers in flight between them.
 
-For its schedule that pairs forward and backward, Megatron splits a layer into functions: attention with norm,
-router and permutation; dispatch; experts; combine with the rest of the layer. Here they run in one graph.
-A transfer starts at the end of one stage and is awaited after the other half has computed.
+For ``overlap_moe_expert_parallel_comm``, Megatron splits a layer into functions: attention with norm, router
+and permutation; dispatch; experts; combine with the rest of the layer. Here these functions run in one graph.
+A transfer starts at the end of one stage, and its wait follows after the other half has computed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mindspeed_dsa.parallel.names import named, of_half
 
 
 class Stages:
-    """Forward of a half through a layer; call the stages in the order in which they are defined.
+    """Forward of one half through a layer. Call the stages in the order in which they are defined.
 
     Args:
-        layer: Megatron's transformer layer, with experts.
+        layer: Megatron's transformer layer with an MoE layer.
         number: index of the half, 0 or 1.
         hidden: hidden states of the half, ``[sequence, batch, hidden]``.
-        arguments: remaining arguments of the layer's forward.
-        keys: attention state of both halves, if these are rows of the same sequence.
+        arguments: other arguments of the layer's forward.
+        keys: attention state of both halves if they are tokens of the same sequence, or ``None``.
         share: the half's fraction of the microbatch.
         context: context of the feature.
-        waits: whether to wait for each transfer right after its start.
+        waits: whether to wait for each transfer right after its start, without overlap.
 
     Attributes:
         routing: router state of both halves.
@@ -92,14 +92,14 @@ class Stages:
                 self._norm = layer.pre_mlp_norm_checkpoint
 
     def dispatch(self) -> None:
-        """Start sending rows and probabilities to their experts."""
+        """Start the dispatch of the hidden states and probabilities."""
         with self._stage(), named("dispatch", self._moe.layer_number), launching(self._dispatched):
             self._dispatcher.token_dispatch(*self._hidden)
         self._hidden = None
         self._wait_now(self._dispatched)
 
     def arrive(self) -> None:
-        """Wait for the rows and probabilities."""
+        """Wait for the dispatched hidden states and probabilities."""
         self._hidden, self._node.layer_state.dispatched_probs = (flight.wait() for flight in self._dispatched)
 
     def compute(self) -> None:
@@ -111,7 +111,7 @@ class Stages:
         self._hidden = output
 
     def compute_shared(self) -> None:
-        """Run the shared expert if it is still pending."""
+        """Run the shared expert unless it has run already."""
         shared = self._shared
         if isinstance(shared, SharedOutput):
             with self._stage():
@@ -124,14 +124,14 @@ class Stages:
             norm.discard_output_and_register_recompute(self._hidden if self._shared is None else self._shared)
 
     def combine(self) -> None:
-        """Start sending outputs back to their tokens."""
+        """Start the combine of the experts' outputs."""
         with self._stage(), named("combine", self._moe.layer_number), launching(self._combined):
             self._dispatcher.token_combine(self._hidden)
         self._hidden = None
         self._wait_now(self._combined)
 
     def land(self) -> None:
-        """Wait for the combined outputs."""
+        """Wait for the combine."""
         self._hidden = self._combined[0].wait()
 
     def finish(self) -> Tensor:
@@ -151,7 +151,7 @@ class Stages:
     # -- surroundings -----------------------------------------------------------------------------
 
     def postpone(self, shared: SharedOutput | None) -> SharedOutput | None:
-        """Keep the shared expert for :meth:`compute_shared`."""
+        """Store the shared expert for :meth:`compute_shared`."""
         self._shared = shared
         return shared
 
@@ -174,7 +174,7 @@ class Stages:
 
 
 class _Node:
-    """Stand-in for a node of Megatron's schedule; ``detach`` leaves the graph uncut."""
+    """Stand-in for Megatron's schedule node. Its ``detach`` does nothing; the graph stays connected."""
 
     is_mtp = is_last_layer = False
 

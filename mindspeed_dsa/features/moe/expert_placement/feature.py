@@ -1,4 +1,4 @@
-"""Placement of experts on ranks that balances the ranks' loads."""
+"""Placement of experts on expert parallel ranks that balances the ranks' loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--moe-expert-placement``.
 
     Attributes:
         file: placement file, or ``None`` to compute the placement from a load report.
@@ -54,7 +54,7 @@ _UNNUMBERED = {
 
 
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
-    """Return the misfits of the placement file with the model, and the combinations that are refused."""
+    """Report a placement file that does not fit the model, and unsupported combinations."""
     problems = [*_formats(args), *_combinations(args)]
     if not number_of_experts(args):
         problems.append(f"{FLAG}: this model has no experts; set --num-experts or omit the flag")
@@ -88,7 +88,7 @@ def _misfits(file: Path, placement: Placement, args: Any) -> Iterator[str]:
 
 
 def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
-    """Yield the sizes of a placement that differ from the model's."""
+    """Yield each size of a placement that differs from the model's."""
     if placement.experts != experts:
         yield f"{placement.experts} experts, and --num-experts is {experts}"
     if placement.ranks != ranks:
@@ -96,7 +96,7 @@ def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
 
 
 def layers_with_experts(args: Any) -> list[int]:
-    """Return the numbers of the decoder layers with experts, as far as the arguments tell."""
+    """Return the numbers of the decoder layers with experts, as far as the arguments define them."""
     count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
     if isinstance(pattern, str):  # Megatron evaluates it later
         return []

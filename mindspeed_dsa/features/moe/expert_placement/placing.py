@@ -1,8 +1,9 @@
-"""Placement of experts when a layer is built, when tokens are routed, and in checkpoints.
+"""Patches that place experts when a layer is built, when tokens are routed, and in checkpoints.
 
-Experts are assigned to slots after their layer is built, and their initial weights move with them. The router
-continues to work with expert numbers; the columns of its results are permuted to slots. Checkpoints number
-every expert; formats that cannot are refused.
+A slot is a position among the local experts of all ranks. After a layer is built, its experts are assigned to
+slots, and their initial weights are sent there. The router still works with expert numbers; the columns of
+its results are permuted to slots. Checkpoints store experts by number; formats that cannot do so are
+rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _RECENT = 100  # last steps of a report that count, because routing changes duri
 
 
 class _Chosen:
-    """The placement of all models of a session, determined when the first block is built."""
+    """Placement used by all models of a session, read when the first block is built."""
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context
@@ -38,19 +39,19 @@ class _Chosen:
         self._placement: Placement | None = None
 
     def over(self, ranks: int) -> Placement | None:
-        """Return the placement. The first call is collective over all ranks."""
+        """Return the placement for ``ranks`` expert parallel ranks. The first call is collective."""
         if not self._known:
             self._placement, self._known = _common(self._context, ranks), True
         return self._placement
 
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``TransformerBlock.__init__``: move its experts."""
+    """Wrap ``TransformerBlock.__init__``: place its experts."""
     return numbering.after_block(original, context, _placing(context))
 
 
 def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``MultiTokenPredictionBlock.__init__``: move its experts."""
+    """Wrap ``MultiTokenPredictionBlock.__init__``: place its experts."""
     return numbering.after_mtp_block(original, context, _placing(context))
 
 
@@ -75,7 +76,7 @@ def _placing(context: Context[Options]) -> numbering.Visit:
 
 
 def _common(context: Context[Options], ranks: int) -> Placement | None:
-    """Read the placement on rank 0 and broadcast it; other machines may not have the files."""
+    """Read the placement on rank 0 and broadcast it, because other hosts may not have the files."""
     read: list[Placement | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -122,11 +123,11 @@ def move(layer: Any, order: Sequence[int], context: Context[Options]) -> None:
 
     Args:
         layer: Megatron's ``MoELayer`` with the default placement.
-        order: expert of each slot.
+        order: expert number for each slot.
         context: the feature's context.
 
     Raises:
-        SettingsError: the module of experts cannot list its experts' parameters.
+        SettingsError: the experts module cannot list the parameters of single experts.
     """
     state = context.megatron("core.parallel_state")
     rank, ranks = state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
@@ -178,7 +179,7 @@ def _exchange(
 
 
 class _Columns(torch.autograd.Function):
-    """Permute columns. Backward gathers too; the backward of indexing would scatter into zeros."""
+    """Permute columns. Backward gathers too, because the backward of indexing would scatter into zeros."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -191,9 +192,10 @@ class _Columns(torch.autograd.Function):
 
 
 def route_to_slots(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``TopKRouter.forward`` outermost, so that other wrappers still see expert numbers.
+    """Wrap ``TopKRouter.forward`` to permute its results from expert order to slot order.
 
-    Permutes the columns of probabilities and routing map, ``[tokens, experts]``, from experts to slots.
+    Permutes the columns of the probabilities and of the routing map, ``[tokens, experts]``. This is the
+    outermost wrapper, so that other wrappers still see expert numbers.
     """
     orders: WeakKeyDictionary[Any, tuple[tuple[int, ...], Tensor, Tensor]] = WeakKeyDictionary()
 
@@ -233,7 +235,7 @@ class _Numbers(NamedTuple):
 
 
 def _one_expert(experts: Any, position: int, number: int) -> AttributeOverride:
-    """Return a ``SequentialMLP`` with one of its experts, on a stand-in rank equal to the expert's number."""
+    """Return a view of a ``SequentialMLP`` with one expert, on a stand-in rank equal to its number."""
     # Megatron numbers experts by rank x local experts + position: with one per rank, the rank is the number.
     group = _Numbers(number, experts.ep_group.size() * experts.num_local_experts)
     held = [experts.local_experts[position]]
@@ -260,7 +262,7 @@ def number_experts(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def refuse_buckets(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``DistributedOptimizer.sharded_state_dict``: allow only formats that go by parameter."""
+    """Wrap ``DistributedOptimizer.sharded_state_dict``: reject formats that store whole buffers."""
 
     def sharded_state_dict(
         self: Any,
@@ -285,7 +287,7 @@ def refuse_buckets(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def refuse_files_of_ranks(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``_load_base_checkpoint``: check the format found on disk, which the arguments do not decide."""
+    """Wrap ``_load_base_checkpoint``: reject checkpoints on disk that store experts by rank."""
 
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

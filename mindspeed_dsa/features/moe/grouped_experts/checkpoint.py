@@ -1,13 +1,13 @@
-"""Checkpoints of stacked experts, with the keys, shapes and order of ``SequentialMLP``.
+"""Checkpoints of stacked expert weights, in the format of ``SequentialMLP``.
 
-*Weights.* Hooks translate the whole state dict on save and on load. In a distributed checkpoint each stack is
-a factory of its experts' shards. Megatron passes optimizer state through the same factory, so checkpoints
-with and without stacks are interchangeable for moments as well as for weights.
+*Weights.* State dict hooks translate between stacks and single experts. In a distributed checkpoint, each
+stack is a ``ShardedTensorFactory`` that produces its experts' shards. Megatron passes optimizer state through
+the same factory, so checkpoints with and without stacks are interchangeable, including moments.
 
 *Optimizer state in formats that identify parameters by order.* The format ``torch`` numbers parameters in
-model order. The distributed optimizer, in the format ``torch`` and as ``dp_zero_gather_scatter``, writes
-whole buffers that hold the parameters in reverse order. Megatron's order is fc1 and fc2 of one expert, then
-of the next; stacks have fc1 of all experts, then fc2 of all.
+model order. The distributed optimizer, in the formats ``torch`` and ``dp_zero_gather_scatter``, writes whole
+buffers with the parameters in reverse order. Megatron's order is fc1 and fc2 of one expert, then of the next
+expert. Stacks have fc1 of all experts, then fc2 of all, so this module reorders.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mindspeed_dsa.parallel.local_shards import cut_of, local_of
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:
-    """Return the state dict keys of layer ``name`` of each local expert."""
+    """Return the state dict keys of linear layer ``name`` for all local experts."""
     return [f"{prefix}local_experts.{index}.{name}.weight" for index in range(experts.num_local_experts)]
 
 
 def translate_names(experts: Any) -> None:
-    """Give grouped experts the state dict keys of ``SequentialMLP``, on save and on load."""
+    """Install hooks that give grouped experts the state dict keys of ``SequentialMLP``."""
     experts._register_state_dict_hook(_to_experts)
     experts.register_load_state_dict_pre_hook(_from_experts)
 
@@ -68,12 +68,12 @@ def _from_experts(experts: Any, state_dict: dict[str, Any], prefix: str, *unused
 
 
 def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any:
-    """Build a factory of the shards of all local experts, or of those in this rank's shard of the stack.
+    """Build a ``ShardedTensorFactory`` of expert shards, for this rank's part of a stack.
 
     Args:
         linear: grouped linear layer with the stack.
-        shards: Megatron's shard of each expert's weight, a ``ShardedTensor``, or a factory of two for a
-            gated layer. Megatron considers ranks with shards of one stack to be replicas.
+        shards: Megatron's ``ShardedTensor`` for each expert's weight, or a factory of two for a gated layer.
+            Their ``replica_id`` treats ranks with different shards of a stack as replicas.
         megatron: accessor of Megatron's modules.
     """
     mapping: Any = megatron("core.dist_checkpointing.mapping")
@@ -130,7 +130,7 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
 
 
 def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield each expert's index, its entries in a flat part of a stack, and their range in its own matrix."""
+    """Split a flat range of a stack by expert: yield expert, entries, and range in the expert's matrix."""
     # size 6, place 4:14 -> expert 0 at 4:6, expert 1 at 0:6, expert 2 at 0:2
     for index in range(place.start // size, -(-place.stop // size)):
         start, stop = max(place.start, index * size), min(place.stop, (index + 1) * size)
@@ -145,7 +145,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def save_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ChainedOptimizer.state_dict``; its child optimizers are numbered separately."""
+    """Wrap ``ChainedOptimizer.state_dict``: convert stacks to single experts, per child optimizer."""
 
     @functools.wraps(original)
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def save_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ChainedOptimizer.load_state_dict``; state that is stacked already is left as it is."""
+    """Wrap ``ChainedOptimizer.load_state_dict``: convert single experts to stacks, if not stacked yet."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -175,7 +175,7 @@ def load_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_stacks(part: Any, state: Any) -> Any:
-    """Return the state in terms of stacks; it may be given for stacks or for single experts."""
+    """Convert a state of single experts to stacks; return a state of stacks unchanged."""
     inner = _torch_state(state)
     if inner is None:
         return state
@@ -191,7 +191,7 @@ def _of_stacks(part: Any, state: Any) -> Any:
 
 
 def _torch_state(state: Any) -> Any:
-    """Return the torch optimizer's state dict inside ``state``, or ``None`` if it is not there."""
+    """Return the torch optimizer's state dict inside ``state``, or ``None`` if there is none."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else {}
     # Some formats keep the parameter numbers elsewhere.
     numbered = all("params" in group for group in inner.get("param_groups", ()))
@@ -206,7 +206,7 @@ def _tensors(state: Any, inner: Any) -> Iterator[Tensor]:
 
 
 def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], Iterator[Any]]) -> Any:
-    """Copy one optimizer's state, with its per-parameter entries translated and renumbered."""
+    """Copy one optimizer's state; convert its per-parameter entries with ``entries`` and renumber them."""
     inner = _torch_state(state)
     groups = model_parameters(part) if inner is not None else []
     if not any(stack_of(param) for param in chain(*groups)):
@@ -229,7 +229,7 @@ def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], 
 
 
 def _spread(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
-    """Yield one entry per expert matrix, from one per stack."""
+    """Convert entries of stacks to entries of single experts' matrices."""
     rest = iter(entries)
     for run in runs(parameters):
         stacked = [next(rest) for _ in run]
@@ -242,7 +242,7 @@ def _spread(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
 
 
 def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
-    """Yield one entry per stack, from one per expert matrix."""
+    """Convert entries of single experts' matrices to entries of stacks."""
     rest = iter(entries)
     for run in runs(parameters):
         if stack_of(run[0]) is None:
@@ -254,7 +254,7 @@ def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
 
 
 def _split(entry: Any, parameter: Any) -> list[Any]:
-    """Split a stack's entry by expert. Scalars, for example Adam's step, are copied to each expert."""
+    """Split a stack's entry by expert. Scalars such as Adam's step are copied to each expert."""
     if isinstance(entry, dict):
         parts = {name: _split(value, parameter) for name, value in entry.items()}
         return [{name: each[index] for name, each in parts.items()} for index in range(len(parameter))]
@@ -282,7 +282,7 @@ def _join(entries: Sequence[Any], parameter: Any) -> Any:
 
 
 def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap methods that save the whole buffers of all data parallel ranks."""
+    """Wrap methods that save the whole buffers of all data parallel ranks: reorder to single experts."""
 
     @functools.wraps(original)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +301,7 @@ def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
 
 
 def _gathering_single_experts(optimizer: Any) -> Any:
-    """Return the optimizer with a gathering method that yields the order of single experts."""
+    """Override ``get_parameter_state_dp_zero`` to return the buffers in the order of single experts."""
     if not hasattr(optimizer, "get_parameter_state_dp_zero") or not _check_places(optimizer):
         return optimizer
 
@@ -315,7 +315,7 @@ def _gathering_single_experts(optimizer: Any) -> Any:
 
 
 def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DistributedOptimizer.load_parameter_state_from_dp_zero``; only one rank has the state."""
+    """Wrap ``DistributedOptimizer.load_parameter_state_from_dp_zero``: reorder the buffers to stacks."""
 
     @functools.wraps(original)
     def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> Any:
@@ -329,7 +329,7 @@ def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
 
 
 def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DistributedOptimizer`` methods that save or load each rank's slices of its buffers."""
+    """Wrap ``DistributedOptimizer`` methods that save or load per-rank buffer slices: reject stacks."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,7 +342,7 @@ def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_places(optimizer: Any) -> bool:
-    """Return whether there are stacks; raise if single experts would leave gaps at other places."""
+    """Return whether there are stacks. Raise if alignment gaps would differ for single experts."""
     # Megatron aligns each parameter to 64 entries. It saves no gap between two buckets, and where a bucket
     # ends depends on the parameters' sizes. So no gaps are allowed at all.
     parameters = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
@@ -358,7 +358,7 @@ def _check_places(optimizer: Any) -> bool:
 
 
 def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], Tensor]) -> None:
-    """Reorder the state in place; it has one tensor per buffer and kind of state."""
+    """Apply ``reorder`` in place to all runs of stacks in an optimizer's saved buffers."""
     for index, buffer in enumerate(optimizer.buffers):
         segments = [(place, run) for place, run in _places(buffer) if stack_of(run[0])]
         for tensors in state[index].values():
@@ -369,7 +369,7 @@ def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], 
 
 
 def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
-    """Yield each run's range in the saved buffer, which omits the padding at the ends of buckets."""
+    """Yield each run's range in the saved buffer, which has no padding at the ends of buckets."""
     # gaps: entries of padding before each bucket, which the saved buffer omits.
     gaps, before = [], 0
     for (start, stop), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
@@ -382,7 +382,7 @@ def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
 
 
 def _single_from_stacks(segment: Tensor, run: list[Any]) -> Tensor:
-    """Reorder a run to single experts: the last expert first, with its matrices in the run's order."""
+    """Reorder a run from stacks to single experts: last expert first, its matrices in the run's order."""
     parts = segment.split([param.numel() for param in run])
     views = [_stack(param).by_expert(part.view(param.shape)) for part, param in zip(parts, run, strict=True)]
     experts = reversed(list(zip(*views, strict=True)))
@@ -390,7 +390,7 @@ def _single_from_stacks(segment: Tensor, run: list[Any]) -> Tensor:
 
 
 def _stacks_from_single(segment: Tensor, run: list[Any]) -> Tensor:
-    """Reorder a run to stacks; inverse of :func:`_single_from_stacks`."""
+    """Reorder a run from single experts to stacks; inverse of :func:`_single_from_stacks`."""
     sizes = [param[0].numel() for param in run]
     parts = segment.split(sizes * len(run[0]))
     stacks = []

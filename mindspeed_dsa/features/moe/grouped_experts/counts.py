@@ -1,9 +1,9 @@
-"""Row counts of the experts, kept on the device for a grouped matmul that reads them there.
+"""Patches that keep the experts' row counts on the device, where the grouped matmul reads them.
 
-Megatron's dispatcher counts on the device and copies the counts to the host, for experts that are multiplied
-one by one. With expert parallelism it must wait for the split sizes anyway. Without, these counts are the
-only reason to wait, and the grouped matmul would copy them back to the device. The wrappers here bypass the
-copies: the counting step keeps the counts, and the step before the experts returns them.
+Megatron's dispatcher counts on the device and copies the counts to the host, because it multiplies experts
+one by one. With expert parallelism it must wait for the split sizes anyway. Without expert parallelism, the
+counts are the only reason for the host to wait, and the grouped matmul would copy them back to the device.
+These patches avoid both copies: ``preprocess`` keeps the counts, and ``dispatch_postprocess`` returns them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COUNTS = "_mindspeed_dsa_counts"
 
 
 def know_experts(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``MoELayer.__init__``: attach the experts to the dispatcher that counts their rows."""
+    """Wrap ``MoELayer.__init__``: attach the experts to the dispatcher."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -29,7 +29,7 @@ def know_experts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_counts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.preprocess``: keep the counts and leave nothing to copy."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.preprocess``: keep the counts on the device, so nothing is copied."""
 
     def preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts = original(self, *args, **kwargs)

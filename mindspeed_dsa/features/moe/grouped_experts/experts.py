@@ -1,4 +1,4 @@
-"""Experts module: Megatron's ``SequentialMLP`` with the weights of its experts stacked."""
+"""Experts module: Megatron's ``SequentialMLP`` with stacked expert weights and grouped matmuls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindspeed_dsa.ops.grouped_matmul import Groups
 
 
 def provide_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``LocalSpecProvider.grouped_mlp_modules``: replace the class of the sequential experts."""
+    """Wrap ``LocalSpecProvider.grouped_mlp_modules``: return the grouped experts' class."""
 
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
         if not moe_use_grouped_gemm:
@@ -42,7 +42,7 @@ def provide_grouped_experts(original: Callable[..., Any], context: Context[Optio
 
 
 def specify_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``get_moe_module_spec`` of releases without spec providers."""
+    """Wrap ``get_moe_module_spec`` of releases without spec providers: use the grouped experts' class."""
 
     def get_moe_module_spec(
         use_te: bool | None = True,
@@ -61,7 +61,7 @@ def specify_grouped_experts(original: Callable[..., Any], context: Context[Optio
 
 
 def validate_on_every_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``validate_args``: skip its check for a GPU, which only Megatron's own kernels need."""
+    """Wrap ``validate_args``: skip its check for a GPU, which only Megatron's own grouped kernels need."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if not getattr(args, "moe_grouped_gemm", False) or args.transformer_impl != "local":
@@ -83,19 +83,18 @@ LINEARS = ("linear_fc1", "linear_fc2")
 
 @cache
 def grouped_experts(context: Context[Options]) -> type:
-    """Return a subclass of this Megatron's ``SequentialMLP``."""
+    """Return the class of grouped experts, a subclass of this Megatron's ``SequentialMLP``."""
     base: Any = context.megatron("core.transformer.moe.experts").SequentialMLP
 
     class GroupedExperts(base):
-        """All local experts as one MLP whose linear layers multiply each expert's rows by its own matrix.
+        """All local experts as one MLP with grouped matmuls: each expert's rows use its own matrix.
 
         Megatron builds the experts one by one, so initial weights are unchanged; then their weights are
-        stacked. The code between the linear layers is ``MLP.forward``, and the code around the MLP is
-        ``SequentialMLP.forward`` with one expert, including the changes of other features. Parameters are
-        ``mlp.linear_fc1.weight`` and ``mlp.linear_fc2.weight``; state dicts and checkpoints have the keys
-        and shapes of ``SequentialMLP``.
+        stacked. ``MLP.forward`` and ``SequentialMLP.forward`` run as if there were one expert, so patches of
+        other features still apply. The parameters are ``mlp.linear_fc1.weight`` and
+        ``mlp.linear_fc2.weight``. State dicts and checkpoints have the keys and shapes of ``SequentialMLP``.
 
-        Takes the arguments of ``SequentialMLP``.
+        The constructor has the arguments of ``SequentialMLP``.
         """
 
         def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +119,7 @@ def grouped_experts(context: Context[Options]) -> type:
             tokens_per_expert: Tensor,
             permuted_probs: Tensor,
         ) -> Any:
-            """Return the outputs ``[rows, hidden]`` of rows ``[rows, hidden]`` sorted by expert."""
+            """Run the experts on rows ``[rows, hidden]`` sorted by expert; return ``[rows, hidden]``."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
             groups = Groups(tokens_per_expert)
             mlp = self._recomputing_mlp if self._recomputes and torch.is_grad_enabled() else self.mlp
@@ -135,11 +134,11 @@ def grouped_experts(context: Context[Options]) -> type:
                     linear.groups = None
 
         def reads_counts(self) -> bool:
-            """Return whether the host reads ``tokens_per_expert``; otherwise it may stay on the device."""
+            """Return whether the host reads ``tokens_per_expert``. If not, it can stay on the device."""
             return any(getattr(self.mlp, name).reads_sizes() for name in LINEARS)
 
         def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
-            """Return slices of the stacks in their own layout; see ``SingleExperts``."""
+            """Return the expert's slices of the stacks, in the stacks' layout; see ``SingleExperts``."""
             return tuple(WeightSlice(getattr(self.mlp, name).weight, expert) for name in LINEARS)
 
         def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
@@ -157,12 +156,12 @@ def grouped_experts(context: Context[Options]) -> type:
             return output
 
         def wait_for_weights(self) -> None:
-            """Wait until overlapped parameter gathering has delivered the stacks."""
+            """Wait until the overlapped parameter all-gather has delivered the stacks."""
             for name in LINEARS:
                 wait_for_weights(getattr(self.mlp, name))
 
         def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
-            """Run the MLP under Megatron's ``moe_act``: fc2's backward recomputes the activation."""
+            """Run the MLP with ``moe_act`` recomputation: fc2's backward recomputes the activation."""
             mlp = self.mlp
             intermediate, bias = mlp.linear_fc1(rows)
             recomputed = context.megatron("core.tensor_parallel").CheckpointWithoutOutput()
@@ -188,7 +187,7 @@ def grouped_experts(context: Context[Options]) -> type:
             return state
 
         def _experts_apart(self) -> list[Any]:
-            """Return the local experts as Megatron builds them, with weights that are views of the stacks."""
+            """Return the local experts as separate modules, with weights that are views of the stacks."""
             # Sharded state dicts need every local expert. Those stored entirely on another rank get weights
             # on the meta device, and their shards are dropped.
             experts = []
@@ -205,18 +204,18 @@ def grouped_experts(context: Context[Options]) -> type:
             return experts
 
         def tensors_of(self, position: int) -> list[Tensor]:
-            """Return views ``[out, in]`` of one local expert's weights, for features that move experts."""
+            """Return views ``[out, in]`` of one local expert's weights, for features that place experts."""
             linears = (getattr(self.mlp, name) for name in LINEARS)
             return [linear.by_expert(linear.weight.detach())[position] for linear in linears]
 
         def backward_dw(self) -> None:
-            """No-op: weight gradients are computed in backward."""
+            """Do nothing, because weight gradients are computed in backward."""
 
     return GroupedExperts
 
 
 def _shallow(module: Any) -> Any:
-    """Copy a module. Replacing children or parameters of the copy does not change the original."""
+    """Copy a module so that replacing the copy's children or parameters does not change the original."""
     copied = copy.copy(module)
     for name in ("_modules", "_parameters"):
         vars(copied)[name] = dict(vars(module)[name])

@@ -17,11 +17,11 @@ _LAYOUTS: dict[str, Literal["kn", "nk"]] = {"npu": "kn"}
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--moe-grouped-gemm``.
 
     Attributes:
         layout: layout of each expert's matrix, ``kn`` for ``[in, out]`` or ``nk`` for ``[out, in]``.
-        has_checkpoint: whether Megatron's ``CheckpointWithoutOutput`` works here.
+        has_checkpoint: whether Megatron's ``CheckpointWithoutOutput`` works on this platform.
     """
 
     layout: Literal["kn", "nk"]
@@ -29,7 +29,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings, or from arguments, which do not name the platform."""
+        """Build from resolved settings or job arguments; arguments do not contain the platform."""
         layout: Literal["kn", "nk"] | None = getattr(settings, "gemm_weight_layout", None)
         if layout not in ("kn", "nk"):
             layout = _LAYOUTS.get(getattr(settings, "platform", ""), "nk")
@@ -62,13 +62,13 @@ LEGACY = (
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether Megatron's own layers are grouped; Transformer Engine has its own grouped layers."""
+    """Return whether to group Megatron's local layers. Transformer Engine has its own grouped layers."""
     grouped = bool(getattr(settings, "moe_grouped_gemm", False))
     return grouped and getattr(settings, "transformer_impl", None) in (None, "local")
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each job argument that does not combine with the feature."""
+    """Yield a problem for each job argument that is incompatible with the feature."""
     if argument(args, "transformer_impl") not in (None, "local"):
         return
     yield from check_experts(args, options)
@@ -91,7 +91,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_optimizer_format(args: Any) -> Iterator[str]:
-    """Yield problems known from the arguments; others are found when the optimizer state is loaded."""
+    """Yield checkpoint format problems visible in the arguments; others show when state is loaded."""
     saves = argument(args, "save") and not argument(args, "no_save_optim")
     if not saves or not argument(args, "use_distributed_optimizer"):
         return
@@ -112,13 +112,13 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
 
 
 def recomputes_activation(args: Any) -> bool:
-    """Return whether Megatron's recompute of the experts' activation (``moe_act``) is requested."""
+    """Return whether recomputation of the experts' activation (``moe_act``) is requested."""
     selective = argument(args, "recompute_granularity") == "selective"
     return selective and "moe_act" in (argument(args, "recompute_modules") or ())
 
 
 def check_model(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each field of a model configuration that does not combine with the feature."""
+    """Yield a problem for each field of a model configuration that is incompatible with the feature."""
     yield from check_experts(args, options)
     if recomputes_activation(args) and not options.has_checkpoint:
         yield (
@@ -128,7 +128,7 @@ def check_model(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_experts(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each argument or configuration field that the grouped matmul cannot serve."""
+    """Yield a problem for each argument or field that the grouped matmul does not support."""
     if argument(args, "add_bias_linear"):
         yield f"{_FLAG}: a grouped matmul has no bias; add --disable-bias-linear"
     for name in ("fp8", "fp4"):

@@ -1,4 +1,4 @@
-"""Linear layers of all local experts as one: one stacked parameter, one operator, one gradient."""
+"""Grouped linear layer: all local experts' weights in one parameter, multiplied by one operator."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ _ATTRIBUTE = "stacks_experts"
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Mark of a stacked parameter that describes its layout.
+    """Description of a stacked parameter, attached to the parameter as an attribute.
 
     Attributes:
         layout: layout of each expert's matrix, ``kn`` or ``nk``.
-        experts: identity of the module's experts; the same object for all stacks of the module.
+        experts: token object shared by all stacks of one experts module, to identify them as adjacent.
     """
 
     layout: Layout
     experts: object
 
     def by_expert(self, stack: Tensor) -> list[Tensor]:
-        """Return one view ``[out, in]`` per expert of a tensor shaped like the parameter."""
+        """Return one view ``[out, in]`` per expert; the tensor has the parameter's shape."""
         return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Stack matrices ``[out, in]`` to a new tensor; inverse of :meth:`by_expert`."""
+        """Stack matrices ``[out, in]`` into a new tensor; inverse of :meth:`by_expert`."""
         return torch.stack([matrix if self.layout == "nk" else matrix.T for matrix in matrices])
 
     def mark(self, parameter: Tensor) -> None:
-        """Attach this mark to the parameter."""
+        """Attach this description to a parameter."""
         setattr(parameter, _ATTRIBUTE, self)
 
 
 def stack_of(parameter: Any) -> Stack | None:
-    """Return the mark set by :meth:`Stack.mark`, or ``None``."""
+    """Return the description attached by :meth:`Stack.mark`, or ``None``."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def runs(parameters: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield groups of adjacent stacks of the same experts, and every other parameter in its own group."""
+    """Group adjacent stacks of the same experts module; every other parameter is its own group."""
     for _, run in groupby(parameters, _together):
         yield list(run)
 
@@ -70,16 +70,16 @@ def _together(parameter: Any) -> int:
 class GroupedLinear(torch.nn.Module):
     """Linear layer with the stacked weights of the local experts' linear layers.
 
-    It runs no collectives: the dispatcher moves the experts' inputs and outputs, as for Megatron's layers
-    with ``is_expert``.
+    It runs no collectives, like Megatron's layers with ``is_expert``: the dispatcher moves tokens between
+    ranks.
 
     Args:
-        linears: Megatron's layers without bias, one per local expert. They lose their weight.
-        stack: mark that defines the layout of ``weight``: ``[experts, in, out]`` or ``[experts, out, in]``.
-        megatron: accessor of Megatron's modules, for its conventions on gradients.
+        linears: Megatron's linear layers without bias, one per local expert. Their weights are removed.
+        stack: description with the layout of ``weight``: ``[experts, in, out]`` or ``[experts, out, in]``.
+        megatron: accessor of Megatron's modules, for its gradient conventions.
 
     Attributes:
-        groups: row count of each expert; the experts module sets it around each call.
+        groups: row count of each expert, set by the experts module around each call.
     """
 
     def __init__(self, linears: Sequence[Any], stack: Stack, megatron: Megatron) -> None:
@@ -106,7 +106,7 @@ class GroupedLinear(torch.nn.Module):
             linear.weight = None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Multiply rows ``[rows, in]``, sorted by expert, to ``[rows, out]``. There is no bias.
+        """Multiply rows ``[rows, in]``, sorted by expert, to ``[rows, out]``. Returns no bias.
 
         Raises:
             RuntimeError: ``groups`` is not set.
@@ -127,14 +127,14 @@ class GroupedLinear(torch.nn.Module):
         return output, None
 
     def reads_sizes(self) -> bool:
-        """Return whether the host reads the row counts, so that the device need not keep them."""
+        """Return whether the host reads the row counts. If not, they can stay on the device."""
         return reads_sizes(self.weight, self.layout)
 
     def matrices(self) -> dict[int, Tensor]:
-        """Return this rank's experts' matrices ``[out, in]``: dict from local expert to matrix.
+        """Return a dict from local expert to its matrix ``[out, in]``.
 
-        If the stack is sharded between experts, these are the rank's own experts. Otherwise every expert is
-        present, as a shard of its matrix.
+        If the stack is sharded along the experts, only the experts in this rank's shard are returned. If it
+        is sharded along another dimension, each matrix is a sharded DTensor.
         """
         weight = self.weight.detach()
         local = self.by_expert(local_of(weight))
@@ -151,7 +151,7 @@ class GroupedLinear(torch.nn.Module):
         }
 
     def backward_dw(self) -> None:
-        """No-op, required by Megatron's interface for delayed weight gradients."""
+        """Do nothing; Megatron's interface for delayed weight gradients requires this method."""
 
 
 def _defer(
@@ -162,14 +162,14 @@ def _defer(
 
 
 def gradient_receiver(weight: Any, megatron: Megatron) -> Callable[[WeightGradient], Tensor | None] | None:
-    """Return a function that adds a stack's gradient to ``main_grad``, or ``None`` to leave it to autograd.
+    """Return a function that accumulates a stack's gradient into ``main_grad``, or ``None``.
 
-    Megatron's data parallelism gives every parameter a buffer ``main_grad`` and a flag for gradients that
-    are in it already. Megatron's linear layers need a fused kernel to use it. All gradients of a parameter
-    must take the same route; a stack's gradients come only from its grouped matmul.
+    ``None`` means that autograd accumulates the gradient, because the parameter has no ``main_grad`` of
+    Megatron's DDP. Megatron's own linear layers accumulate into ``main_grad`` only with a fused kernel. A
+    stack can do so always, because all of its gradients come from the grouped matmul.
 
     Args:
-        weight: parameter; its present ``main_grad`` is the one used in backward.
+        weight: parameter; the function accumulates into its present ``main_grad``.
         megatron: accessor of Megatron's modules; see :func:`placeholder`.
     """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)

@@ -1,4 +1,4 @@
-"""Report of the tokens that each expert and each rank received, per MoE layer and step."""
+"""Report of the number of tokens that each expert and each rank gets, per MoE layer and step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of the load report.
 
     Attributes:
         folder: folder for the records.
-        padding: padding of sequences. Its rows are routed to experts but are not counted as tokens.
+        padding: padding of sequences. Padding tokens are routed to experts but not counted.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Options:
 
 
 def check_load_report(args: Any, options: Any) -> Sequence[str]:
-    """Return a problem for models without experts, uncounted stages, and folders that are files."""
+    """Report models without experts, stages that are not counted, and folders that are files."""
     flag = f"--moe-router-load-report {args.moe_router_load_report}"
     problems = []
     if not number_of_experts(args):

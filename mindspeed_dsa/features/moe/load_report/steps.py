@@ -1,4 +1,4 @@
-"""Expert load: counted on the device at each router, written as one record per step.
+"""Expert load: counted on the device at each router, and written once per step.
 
 Megatron-LM's training loop writes the records. A job with its own loop calls :func:`use_own_loop` and
 :func:`record_step`.
@@ -79,7 +79,7 @@ def record_after_log(original: Callable[..., Any], context: Context[Options]) ->
 
 
 def require_loop(context: Context[Options]) -> None:
-    """Check that some training loop records the steps.
+    """Check that a training loop calls :func:`record_step`.
 
     Raises:
         MindSpeedDSAError: the job does not use Megatron-LM's training loop and did not call
@@ -98,17 +98,17 @@ def require_loop(context: Context[Options]) -> None:
 
 
 class _Place(NamedTuple):
-    """Router position: its layer's number from 1, and its pipeline stage from 0."""
+    """Position of a router: layer number from 1, pipeline stage from 0."""
 
     layer: int
     stage: int
 
 
 class Counts:
-    """Tokens that this rank's routers sent to each expert in the current step.
+    """Counts of the tokens that this rank's routers have sent to each expert in the current step.
 
     Attributes:
-        own_loop: whether the job records its steps itself.
+        own_loop: whether the job calls :func:`record_step` itself.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -120,7 +120,7 @@ class Counts:
         self.own_loop = False
 
     def built(self, config: Any, layers: Sequence[Numbered]) -> None:
-        """Register the layers of a new chunk.
+        """Register the MoE layers of a new model chunk.
 
         Args:
             config: Megatron configuration of the chunk.
@@ -137,7 +137,7 @@ class Counts:
             self._places[layer.router] = _Place(number, stage)
 
     def add(self, router: Any, routing_map: Tensor) -> None:
-        """Count a microbatch on the device, without synchronization.
+        """Add a microbatch to the counts, on the device and without synchronization.
 
         Args:
             router: Megatron's router.
@@ -154,11 +154,11 @@ class Counts:
             tokens += routing_map.sum(dim=0)
 
     def take(self) -> list[LayerLoad]:
-        """Return the load of all MoE layers in this step, and reset the counts. Collective over all ranks.
+        """Sum the counts of this step over all ranks, and reset them. Collective over all ranks.
 
         Returns:
-            Loads by layer number on the last rank, the only one that waits for the device; elsewhere an
-            empty list.
+            Loads of all MoE layers in order of layer number, on the last rank; an empty list on other ranks.
+            Only the last rank synchronizes with its device.
         """
         if self._config is None:
             return []
@@ -175,7 +175,7 @@ class Counts:
 
     @property
     def _layers(self) -> int:
-        """Number of layers of the whole model, including MTP."""
+        """Number of layers of the model, including MTP layers."""
         layers: int = self._config.num_layers + (self._config.mtp_num_layers or 0)
         return layers
 
@@ -206,11 +206,11 @@ class Counts:
 
 
 class _Sums:
-    """Sums over all ranks, as views of one tensor, so that one reduction suffices.
+    """Sums over all ranks, as views of one tensor, so that a single all-reduce is enough.
 
     Attributes:
-        all: concatenation of the sums below, int64.
-        stages: pipeline stage from 1 of each layer, 0 for a dense layer, ``[layers]``.
+        all: concatenation of the other attributes, int64.
+        stages: pipeline stage (from 1) of each layer, 0 for a dense layer, ``[layers]``.
         experts: tokens of each expert, ``[layers, experts]``.
         ranks: tokens of each rank, ``[layers, replicas, expert parallel ranks]``.
     """
@@ -224,12 +224,12 @@ class _Sums:
 
 
 def counts_of(context: Context[Options]) -> Counts:
-    """Return the token counts of the session."""
+    """Return the session's token counts."""
     return context.state(Counts)
 
 
 def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``TopKRouter.forward``: count its routing map and return its result unchanged."""
+    """Wrap ``TopKRouter.forward``: count its routing map; the result is unchanged."""
     counts, padding = counts_of(context), context.options.padding
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:

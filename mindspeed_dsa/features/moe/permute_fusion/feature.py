@@ -14,7 +14,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--moe-permute-fusion``.
 
     Attributes:
         backend: operator backend; ``auto`` keeps Transformer Engine's kernels where they are installed.
@@ -29,11 +29,11 @@ class Options:
 
     @property
     def may_leave_it(self) -> bool:
-        """Return whether Transformer Engine's kernels may be used."""
+        """Return whether the settings allow Transformer Engine's kernels."""
         return self.backend == "auto"
 
     def leaves_it_to_transformer_engine(self, megatron: Megatron) -> bool:
-        """Return whether Transformer Engine's kernels exist and no other backend was requested."""
+        """Return whether to use Transformer Engine's kernels: allowed and installed."""
         if not self.may_leave_it or find_spec("transformer_engine") is None:
             return False
         try:
@@ -47,7 +47,7 @@ _FLAG = "--moe-permute-fusion"
 
 
 def check_permute_fusion(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each argument or configuration field that does not combine with the feature."""
+    """Yield a problem for each argument or field that is incompatible with the feature."""
     if options.may_leave_it and find_spec("transformer_engine") is not None:
         return
     if argument(args, "moe_token_dispatcher_type") == "flex":

@@ -1,4 +1,4 @@
-"""Megatron's permutations on this package's operator, under the names of Transformer Engine's functions.
+"""Fused token permutations of Megatron, run by our operator instead of Transformer Engine's kernels.
 
 The last unpermutation also adds the shared expert's output: the layer offers it, and the unpermutation takes
 it.
@@ -22,7 +22,7 @@ from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 
 def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.permute``: run its fused form on this package's operator."""
+    """Wrap ``moe_utils.permute``: with ``fused=True``, run our operator."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -58,7 +58,7 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.unpermute``: run its fused form, and add an offered addend."""
+    """Wrap ``moe_utils.unpermute``: with ``fused=True``, run our operator and add the offered tensor."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend, offer = context.options.backend, context.state(_Offer)
@@ -86,7 +86,7 @@ def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.sort_chunks_by_idxs``: run its fused form on this package's operator."""
+    """Wrap ``moe_utils.sort_chunks_by_idxs``: with ``fused=True``, run our operator."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -106,7 +106,7 @@ def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -
 
 
 def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int | None]:
-    """Return ``rows`` and ``topk`` for the operator from Megatron's ``num_out_tokens``."""
+    """Convert Megatron's ``num_out_tokens`` to the operator's arguments ``rows`` and ``topk``."""
     if num_out_tokens is None or num_out_tokens == -1:
         return {}
     # An int is tokens x top-k, as long as no token is dropped: 4096 tokens and top-8 give 32768. A tensor,
@@ -120,7 +120,7 @@ def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int
 
 
 def add_while_unpermuting(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap the ``MoELayer`` step that unpermutes and then adds the shared expert's output."""
+    """Wrap the ``MoELayer`` method that unpermutes and then adds the shared expert's output."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     offer = context.state(_Offer)
@@ -144,13 +144,13 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
 
 
 class _Offer:
-    """Addend for the unpermutation, until it is taken."""
+    """Tensor for the unpermutation to add; it can be taken once."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.addend: Tensor | SharedOutput | None = None
 
     def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the addend reshaped to ``shape``, once, if dtype and size match."""
+        """Return the tensor reshaped to ``shape``, or ``None`` if it was taken or does not fit."""
         addend = self.addend.tensor if isinstance(self.addend, SharedOutput) else self.addend
         if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
             return None
@@ -164,7 +164,7 @@ Kernel = Callable[..., Any]
 
 
 def fused_permute(context: Context[Options]) -> Kernel:
-    """Build ``fused_permute``, or return Transformer Engine's."""
+    """Build ``fused_permute``, or return Transformer Engine's function."""
     backend = context.options.backend
 
     def fused_permute(

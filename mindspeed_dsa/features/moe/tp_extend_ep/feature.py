@@ -1,4 +1,4 @@
-"""Feature that uses the tensor parallel ranks as additional expert parallel ranks."""
+"""Feature that distributes whole experts over tensor parallel ranks too (expert parallel size TP x EP)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def extend(args: Any) -> Sequence[str]:
-    """Multiply the expert parallel size by the tensor parallel size; ``Feature.rewrite``.
+    """Multiply the expert parallel size by the tensor parallel size; a ``Feature.rewrite``.
 
     Args:
         args: job arguments, changed in place.
 
     Returns:
-        Sentences for the log, one per change.
+        Log messages, one per changed argument.
     """
     tp, ep, etp = layout(args)
     # etp == 1: done already, by an earlier call, by the checkpoint with these arguments, or by the user.
@@ -39,10 +39,10 @@ _FLAG = "--moe-tp-extend-ep"
 
 
 def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
-    """Yield a problem for a layout that contradicts the flag, or that the experts or ranks do not fill.
+    """Yield a problem for parallel sizes that conflict with the flag or do not divide the experts.
 
-    Accepts arguments before and after the rewrite. With an expert tensor parallel size of 1 the expert
-    parallel size already includes the tensor parallel ranks.
+    Accepts arguments before and after :func:`extend`. If the expert tensor parallel size is 1, they are
+    already extended.
     """
     tp, ep, etp = layout(args)
     experts = number_of_experts(args)
@@ -92,7 +92,7 @@ def require_whole_experts(context: Context[None]) -> None:
     """Check that the process groups were built from the rewritten arguments.
 
     Raises:
-        MindSpeedDSAError: the process groups would slice the experts.
+        MindSpeedDSAError: the process groups use expert tensor parallelism.
     """
     state = context.megatron("core.parallel_state")
     if not state.model_parallel_is_initialized():
@@ -127,7 +127,7 @@ FEATURE = Feature(
 
 
 def reduce_over_copies(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Wrap ``MoELayer.__init__``: reduce expert gradients over all ranks that hold a copy."""
+    """Wrap ``MoELayer.__init__``: reduce expert gradients over all ranks with a copy of the expert."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
