@@ -1,4 +1,4 @@
-"""``--record-collectives``: records collectives, to find the cause when a job hangs or loses a rank."""
+"""``--record-collectives``: record collectives, to find the cause when a job hangs or loses a rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read the options from resolved settings.
+        """Build from resolved settings.
 
         Raises:
             SettingsError: ``--record-collectives-after`` is given without ``--record-collectives``.
@@ -55,12 +55,12 @@ class Options:
 
 
 def recording_wanted(settings: Any) -> bool:
-    """Return whether either flag is given; :meth:`Options.of` refuses the time without a folder."""
+    """Return whether either flag is set; :meth:`Options.of` rejects the time without a folder."""
     return settings.record_collectives is not None or settings.record_collectives_after is not None
 
 
 def check_recording(args: Any, options: Any) -> Iterator[str]:
-    """Yield problems of the folder and of the time."""
+    """Yield problems with the folder and the time."""
     silence_s, folder = Options.of(args).silence_s, Path(args.record_collectives)
     if silence_s < 1:
         yield f"--record-collectives-after {silence_s}: use at least 1 second"

@@ -1,4 +1,4 @@
-"""Names collectives by their layer, microbatch and direction (forward or backward)."""
+"""Patches that name collectives by layer, microbatch and direction (forward or backward)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _DIRECTIONS = {**{kind: kind.name.lower() for kind in Kind}, Kind.WEIGHT: "weigh
 
 
 class _Follower(pipeline_steps.Follower):
-    """Sets the current name at the beginning of each forward and backward."""
+    """Callback that sets the current name at the beginning of each forward and backward."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
         self._recorder = context.state(Recorder)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step; return True to follow its events."""
+        """Count the step; return True, because every step is followed."""
         self._recorder.step += 1
         self._recorder.after = ()
         return True
 
     def before(self, events: Sequence[Event]) -> None:
-        """Set the current name to the microbatches of the next events."""
+        """Set the current name to the microbatches of the events that start now."""
         passes = tuple(Pass(_DIRECTIONS[event.kind], event.microbatch, event.chunk) for event in events)
         self._recorder.passes = passes
         names.set_current(Name(passes=passes))
@@ -49,7 +49,7 @@ class _Follower(pipeline_steps.Follower):
 
 
 def _follower(context: Context[Options]) -> pipeline_steps.Follower:
-    """Return the session's follower, which is stored in the session's recorder."""
+    """Return the session's follower, which is created on first use."""
     recorder = context.state(Recorder)
     if recorder.follower is None:
         recorder.follower = _Follower(context)
@@ -62,24 +62,24 @@ def follow_steps(original: _Function, context: Context[Options]) -> _Function:
 
 
 def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``: name its collectives by the microbatch."""
+    """Decorate ``forward_step``: add the microbatch to the names of its collectives."""
     return pipeline_steps.follow_forwards(original, _follower(context))
 
 
 def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``backward_step``: name its collectives by the microbatch."""
+    """Decorate ``backward_step``: add the microbatch to the names of its collectives."""
     return pipeline_steps.follow_backwards(original, _follower(context))
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``: name its collectives by both microbatches."""
+    """Decorate ``combined_forward_backward_step``: add both microbatches to the names of its collectives."""
     return pipeline_steps.follow_pairs(original, _follower(context))
 
 
 def name_layer(original: _Function) -> _Function:
-    """Decorate ``TransformerLayer.forward``: name the layer's collectives in forward and backward.
+    """Decorate ``TransformerLayer.forward``: add the layer to its collectives' names, also in backward.
 
-    In backward, a layer begins when the gradient of its output is computed, and ends when the next one
+    In backward, a layer begins when the gradient of its output is computed, and ends when another layer
     begins.
     """
 
@@ -96,7 +96,7 @@ def name_layer(original: _Function) -> _Function:
 
 
 def name_pieces(original: _Function) -> _Function:
-    """Decorate ``TransformerLayer.__init__``, for schedules that run a layer in pieces, not its forward."""
+    """Decorate ``TransformerLayer.__init__`` for schedules that do not call the layer's ``forward``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -106,17 +106,17 @@ def name_pieces(original: _Function) -> _Function:
 
 
 class _Pieces(split_layers.Pass):
-    """Forward of a layer in pieces."""
+    """Forward of a layer that a schedule splits into parts."""
 
     def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
         self._number = layer.layer_number
 
     def piece(self) -> AbstractContextManager[None]:
-        """Return a context in which collectives are named by the layer."""
+        """Return a context manager that adds the layer to the names of collectives."""
         return names.under(replace(names.current(), layer=self._number))
 
     def ends(self, output: Tensor) -> None:
-        """Name the collectives of the layer's backward."""
+        """Add the layer to the names of collectives in its backward."""
         if output.requires_grad:
             output.register_hook(partial(_enter, self._number))
 
@@ -126,12 +126,12 @@ def _enter(layer: int, gradient: Tensor) -> None:
 
 
 def name_dispatch(original: _Function) -> _Function:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``: name its all-to-all."""
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``: name its all-to-all "dispatch"."""
     return _naming(original, "dispatch")
 
 
 def name_combine(original: _Function) -> _Function:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``: name its all-to-all."""
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``: name its all-to-all "combine"."""
     return _naming(original, "combine")
 
 

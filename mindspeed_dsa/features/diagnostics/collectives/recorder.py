@@ -1,7 +1,7 @@
-"""Records the start and end of the last collectives and messages of every group.
+"""Recorder of the start and end of recent collectives and messages, per process group.
 
-Calls are written to a file when they start and end. They are thus available whatever ends the
-process, without a signal handler or a last action.
+Calls are written to a file when they start and when they end. The file is therefore complete however the
+process dies, without a signal handler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _KNOWN = ("world", *_KINDS.values())
 
 
 class _Call(NamedTuple):
-    """Recorded arguments of a collective or message."""
+    """Arguments of a collective or message, as recorded."""
 
     group: Any
     function: str
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
 
 
 class _Group:
-    """This rank's calls in one group: a dict from kind of call to [ring in the file, number of calls]."""
+    """Calls of this rank in one process group."""
 
     __slots__ = ("__weakref__", "name", "ranks", "rings")
 
@@ -73,19 +73,19 @@ class _Group:
 
 
 class _Inside(threading.local):
-    """Flag of a thread inside a recorded function, as calls that the function makes are not recorded."""
+    """Per-thread flag: a recorded function is running, so that calls it makes are not recorded again."""
 
     now = False
 
 
 class Recorder:
-    """State of a session's recording.
+    """Recorder of one session.
 
     Attributes:
         step: number of the training step, from 1.
-        passes: running forwards and backwards.
-        after: last finished forwards and backwards.
-        follower: follower of the schedule, which sets both.
+        passes: forwards and backwards that are running.
+        after: forwards and backwards that finished last.
+        follower: callback of the schedule, which sets ``passes`` and ``after``.
         changed: time of the last start or end of a call, in seconds since the epoch.
     """
 
@@ -101,7 +101,7 @@ class Recorder:
         self._failed = False
 
     def run(self, original: _Function, describe: Callable[..., _Call], args: Any, kwargs: Any) -> Any:
-        """Call ``original``, and record start and end. An error in recording only stops the recording."""
+        """Call ``original``, and record its start and end. If recording fails, only the recording stops."""
         calls = slot = None
         if not self._failed:
             try:
@@ -123,7 +123,7 @@ class Recorder:
                     self._give_up(error)
 
     def _start(self, call: _Call) -> tuple[files.Calls | None, int | None]:
-        """Record the start of a call; return the file and its slot, or None for a group without this rank."""
+        """Record the start of a call; return the file and its slot. None: this rank is not in the group."""
         record = self.group(call.group)
         if record is None or self._watch is None:
             return None, None
@@ -140,7 +140,7 @@ class Recorder:
         return self._watch.calls, self._watch.calls.start(ring[0], ring[1], self.changed, text)
 
     def group(self, group: Any) -> _Group | None:
-        """Return the record of a group; None if this rank is not in it."""
+        """Return the record of a group, or None if this rank is not in it."""
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
@@ -169,7 +169,7 @@ class Recorder:
             )
 
     def strike(self, group: Any) -> None:
-        """Remove a group before it is destroyed."""
+        """Remove a group that is about to be destroyed."""
         record = self._groups.pop(group, None)
         if record is not None and self._watch is not None:
             try:
@@ -178,14 +178,14 @@ class Recorder:
                 self._give_up(error)
 
     def stop(self) -> None:
-        """Remove all groups, and stop the watch."""
+        """Remove all groups and stop the watch thread."""
         watch = self._watch
         self.forget()
         if watch is not None:
             watch.stop()
 
     def forget(self) -> None:
-        """Drop all groups and the watch without stopping it: in a forked child, it belongs to the parent."""
+        """In a forked child, drop all groups and the watch, without stopping the parent's watch."""
         if self._ends is not None:
             self._ends.detach()  # the finalizer would stop the watch
         self._groups, self._watch = WeakKeyDictionary(), None
@@ -193,13 +193,13 @@ class Recorder:
     # -- for the file -----------------------------------------------------------------------------
 
     def place(self) -> str:
-        """Return the position in the schedule as text."""
+        """Return the current step, forwards and backwards as text."""
         running, done = (" beside ".join(map(str, each)) for each in (self.passes, self.after))
         where = running or (f"after {done}" if done else "before forwards and backwards")
         return f"step {self.step}: {where}" if self.step else ""
 
     def groups(self) -> tuple[files.Group, ...]:
-        """Return all groups, without their calls."""
+        """Return a description of all groups, without their calls."""
         kinds = self._kinds()
         return tuple(self._in_words(group, known, kinds) for group, known in _copied(self._groups))
 
@@ -211,7 +211,7 @@ class Recorder:
         return [known for _, known in _copied(self._groups)]
 
     def _kinds(self) -> dict[int, list[str]]:
-        """Return a dict from id of a group to its names in ``parallel_state``."""
+        """Return a dict from ``id(group)`` to the group's names in ``parallel_state``."""
         kinds: dict[int, list[str]] = {id(dist.group.WORLD): ["world"]}
         state = sys.modules.get(f"{self._context.megatron.root}.core.parallel_state")
         for name, value in list(vars(state).items()) if state is not None else ():
@@ -274,7 +274,7 @@ def _tensor_in_words(value: tuple[int, Any, Any]) -> str:
 
 
 def _tensors(values: Iterable[Any]) -> tuple[tuple[int, Any, Any], ...]:
-    """Return count, shape and dtype of tensors and lists of tensors; holds no reference to them."""
+    """Return count, shape and dtype of tensors and tensor lists, without references to them."""
     described: list[tuple[int, Any, Any]] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -285,7 +285,7 @@ def _tensors(values: Iterable[Any]) -> tuple[tuple[int, Any, Any], ...]:
 
 
 def _caller() -> tuple[str, int, str]:
-    """Return file, line and function of the innermost caller outside of :data:`_BETWEEN`."""
+    """Return file, line and function of the innermost stack frame outside of :data:`_BETWEEN`."""
     frame = sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
@@ -296,7 +296,7 @@ def _caller() -> tuple[str, int, str]:
 
 
 def record_collective(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a collective function."""
+    """Decorate a collective function of ``torch.distributed``."""
     recorder, function = context.state(Recorder), original.__name__
     position = list(signature(original).parameters).index("group")
 
@@ -314,7 +314,7 @@ def record_collective(original: _Function, context: Context[Options]) -> _Functi
 
 
 def record_message(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a point-to-point function."""
+    """Decorate a point-to-point function of ``torch.distributed``."""
     recorder, function = context.state(Recorder), original.__name__
     sends, waits = function.endswith("send"), not function.startswith("i")
     peer_name = "dst" if sends else "src"

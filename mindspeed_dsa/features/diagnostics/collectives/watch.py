@@ -1,7 +1,7 @@
-"""Watches a rank: writes its record when the job hangs, on request, and when the rank fails.
+"""Watch thread of a rank: writes its record if the job hangs, on request, or if the rank fails.
 
-It runs in its own thread, because the main thread of a hanging job waits in a collective, outside of Python.
-Ranks request each other's records through a file in the folder. Signals have their previous effect, too.
+It is a separate thread, because the main thread of a hanging job waits in a collective, outside of Python.
+Ranks request each other's records through a file in the shared folder. Signals keep their previous effect.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class Recorded(Protocol):
-    """Interface of the recorder."""
+    """Interface of the recorder that the watch uses."""
 
     changed: float
 
     def place(self) -> str:
-        """Return the position in the schedule as text."""
+        """Return the current step, forwards and backwards as text."""
 
     def groups(self) -> tuple[files.Group, ...]:
-        """Return all groups, without their calls."""
+        """Return a description of all groups, without their calls."""
 
     def forget(self) -> None:
         """Drop all groups and the watch."""
 
 
 class Watch:
-    """Watch of one rank, with its thread.
+    """Watch thread of one rank.
 
     Args:
         options: feature's options.
         log: feature's log.
-        recorder: recorder with the calls.
+        recorder: recorder of the calls.
 
     Attributes:
-        calls: file of the last calls.
+        calls: file with the most recent calls.
 
     Raises:
         OSError: the folder is not writable.
@@ -98,7 +98,7 @@ class Watch:
         threading.Thread(target=self._watch, name="record-collectives", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the thread and remove this rank's running files, as the process ends in order."""
+        """Stop the thread and remove this rank's temporary files, because the process ends normally."""
         if self._stopped.is_set():
             return
         self._let_go()
@@ -139,7 +139,7 @@ class Watch:
             period_s = min(2 * period_s, _PERIOD_S)
 
     def _look(self) -> None:
-        """Check for signals, requests of other ranks, and silence."""
+        """Check for signals, requests of other ranks, and the absence of collectives."""
         recorder = self._recorder()
         if recorder is None:
             self.stop()
@@ -206,15 +206,15 @@ class Watch:
         )
 
     def list_group(self, group: files.Group) -> None:
-        """Add a group to the running file, which is kept if the process is killed."""
+        """Add a group to this rank's temporary file, which remains if the process is killed."""
         files.list_group(self._live, group)
 
     def strike_group(self, name: str) -> None:
-        """Mark a group as destroyed in the running file."""
+        """Mark a group as destroyed in this rank's temporary file."""
         files.strike_group(self._live, name)
 
     def _write_torchs(self) -> str:
-        """Dump torch's flight recorder, which knows the device's progress, for torch's own analyser."""
+        """Dump torch's flight recorder, which knows the progress on the device; return the file's path."""
         dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
         if dump is None:
             return ""
@@ -228,9 +228,8 @@ class Watch:
 class _Signal:
     """Handler of one signal: ``faulthandler`` writes the main thread's stack to a file.
 
-    Python's handlers run when the main thread returns to Python, which does not happen in a hanging
-    collective. ``faulthandler`` runs at once, and then calls the previous handler, so the signal keeps its
-    effect.
+    A Python handler runs only when the main thread returns to Python, which a hanging collective never does.
+    ``faulthandler`` runs immediately, and then calls the previous handler, so the signal keeps its effect.
     """
 
     def __init__(self, number: signal.Signals, live: Path) -> None:
@@ -248,14 +247,14 @@ class _Signal:
             signal.siginterrupt(self._number, True)
 
     def came(self) -> bool:
-        """Return whether the signal arrived since the last call."""
+        """Return whether the signal has arrived since the last call."""
         before, self._size = self._size, os.fstat(self._file.fileno()).st_size
         if self._size != before:
             self._interrupt()
         return self._size != before
 
     def restore(self) -> None:
-        """Restore the previous handler, unless another one was set later."""
+        """Restore the previous handler, unless another handler has been set since."""
         now = signal.getsignal(self._number)
         if now is not self._before and threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
@@ -277,7 +276,7 @@ os.register_at_fork(after_in_child=_leave_child)
 
 
 def _hook(previous: _Hook, failed: weakref.WeakMethod[_Hook]) -> _Hook:
-    """Return an excepthook that also records; holds the watch weakly, as later hooks may keep this one."""
+    """Return an excepthook that also writes a record; it holds the watch weakly."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
@@ -288,7 +287,7 @@ def _hook(previous: _Hook, failed: weakref.WeakMethod[_Hook]) -> _Hook:
 
 
 def _job_of_all_ranks(store: Any) -> str:
-    """Return a unique name of the job, the same on all ranks."""
+    """Return a unique job name, shared by all ranks through the store."""
     mine = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     # compare_set stores the first rank's proposal, and returns the stored one to all others.
     return str(store.compare_set("mindspeed_dsa/record-collectives", "", mine).decode())

@@ -1,4 +1,4 @@
-"""Features that observe training steps: digests of initial weights, and metrics of every step.
+"""Features that record training: digests of the initial weights, and metrics of every step.
 
 tests: tests/features/diagnostics
 """
@@ -34,7 +34,7 @@ class WeightsOptions:
 
     @classmethod
     def of(cls, settings: Any) -> WeightsOptions:
-        """Read the options from resolved settings."""
+        """Build from resolved settings."""
         return cls(folder=Path(getattr(settings, "initial_weights_dir", None) or ""))
 
 
@@ -78,7 +78,7 @@ class MetricsOptions:
 
     @classmethod
     def of(cls, settings: Any) -> MetricsOptions:
-        """Read the options from resolved settings."""
+        """Build from resolved settings."""
         return cls(file=Path(settings.step_metrics_file))
 
 
@@ -89,7 +89,7 @@ _NO_TRAINING_LOOP = (
 
 
 def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
-    """Return problems: a missing training loop or an unusable file."""
+    """Report a missing training loop or an unusable file."""
     problems = []
     if not _exists(f"{args.megatron_root}.training"):
         problems.append(_NO_TRAINING_LOOP)
@@ -100,7 +100,7 @@ def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
 
 
 def require_training_loop(context: Context[MetricsOptions]) -> None:
-    """Raise an error if the job has not loaded Megatron-LM's training loop.
+    """Check that the job has loaded Megatron-LM's training loop.
 
     Raises:
         MindSpeedDSAError: ``megatron.training.training`` is not imported when the model is built.

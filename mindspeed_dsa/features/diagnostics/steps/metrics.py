@@ -1,7 +1,7 @@
-"""Records metrics of each step of ``megatron.training.training.train``.
+"""Recorder of metrics for each step of ``megatron.training.training.train``.
 
-A step's time begins with ``train_step`` and ends when its loss is a number on the host. Evaluation,
-checkpoints and Megatron's logging are excluded.
+The time of a step is measured from the call of ``train_step`` until its loss has arrived on the host. It
+excludes evaluation, checkpoints and Megatron's logging.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Step:
 
 
 def time_step(original: Callable[..., Any], context: Context[MetricsOptions]) -> Callable[..., Any]:
-    """Decorate ``train_step``: record clock and consumed samples."""
+    """Decorate ``train_step``: record the start time and the consumed samples."""
     step = context.state(_Step)
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def time_step(original: Callable[..., Any], context: Context[MetricsOptions]) ->
 
 
 def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) -> Callable[..., Any]:
-    """Decorate ``training_log``: write the step's record once Megatron has logged it."""
+    """Decorate ``training_log``: write the step's record after Megatron has logged it."""
     step = context.state(_Step)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +81,10 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
 
 
 def _lm_loss(losses: Mapping[str, Any]) -> float | None:
-    """Return the language model loss in nats per token, or None on other than the last pipeline stage.
+    """Return the language model loss in nats per token, or None except on the last pipeline stage.
 
     Args:
-        losses: dict from name to mean over the global batch; a single loss may have any name.
+        losses: dict from name to mean over the global batch. A single loss can have any name.
     """
     if "lm loss" in losses:
         return float(losses["lm loss"])
@@ -101,7 +101,7 @@ def _largest_over_ranks(value: int) -> int:
 
 
 def _is_last_rank() -> bool:
-    """Return whether this is the last rank; with every order of groups it is in the last pipeline stage."""
+    """Return whether this is the last rank, which is in the last pipeline stage for every group order."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 

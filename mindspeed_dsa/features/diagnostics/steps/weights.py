@@ -23,7 +23,7 @@ a new session, when the weights are no longer the initial ones."""
 def write_before_first_step(
     original: Callable[..., Any], context: Context[WeightsOptions]
 ) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``: the schedule it returns first writes the digests, once."""
+    """Decorate ``get_forward_backward_func``: its schedule writes the digests before the first step."""
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = original(*args, **kwargs)
@@ -61,14 +61,14 @@ def write(file: Path, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Non
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without prefixes of model wrappers, which depend on features."""
+    """Return a parameter's name without the prefixes that model wrappers add."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
 
 
 def digest(parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the SHA-256 over the bytes of this rank's part of a parameter, with its dtype and shape."""
+    """Return the SHA-256 of this rank's shard of a parameter, with the shard's dtype and shape."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     # View as bytes, as NumPy has no bfloat16.
     values = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
