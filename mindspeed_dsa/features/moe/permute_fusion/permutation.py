@@ -1,7 +1,6 @@
 """Fused token permutations of Megatron, run by our operator instead of Transformer Engine's kernels.
 
-The last unpermutation also adds the shared expert's output: the layer offers it, and the unpermutation takes
-it.
+The last unpermutation also adds the shared expert's output, which the layer passes to it.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
 
 
 class _Offer:
-    """Tensor for the unpermutation to add; it can be taken once."""
+    """Slot through which a layer passes a tensor for the unpermutation to add."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.addend: Tensor | SharedOutput | None = None
