@@ -146,6 +146,7 @@ def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
         other: key positions of the other selection, likewise.
         keys: number of keys.
     """
+    # Empty entries mark an extra column, which is cut off.
     masks = [
         torch.zeros(*x.shape[:-1], keys + 1, dtype=torch.bool, device=x.device).scatter_(
             -1, x.long().masked_fill(x < 0, keys), True
@@ -225,6 +226,7 @@ def _compared(steps: int) -> Iterator[list[dict[str, float]]]:
         if _COMPARED <= next(calls) // _LAYERS < steps - _COMPARED:
             return selection
         keys = index.key.shape[1]
+        # Rows with at most topk keys select all of them in any precision.
         seen = torch.arange(1, keys + 1) > topk
         inputs = [x.detach() for x in (index.query, index.key, index.weights)]
         others = {

@@ -122,6 +122,7 @@ def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str
             tried[size] = times["alone"] / times["cover"]
         following = next_size(tried)
         if following in tried or number == sizes.fits - 1:
+            # On a logarithmic scale half as long is as far off as twice as long.
             size = min(tried, key=lambda one: abs(log(tried[one] / _AIM)))
             times = timed(build(size), sizes.rounds, ("together", "alone", "work"))
             tried.pop(size, None)  # keep the latest measurement in last place
@@ -131,6 +132,7 @@ def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str
             following = next_size(tried)
         size = following
     ratio = tried[size]
+    # Without overlap the times would add up; the difference to that sum is hidden.
     saved = times["alone"] + times["work"] - times["together"]
     hidden: float | str = saved / min(times["alone"], times["cover"])
     if not ALLOWED[0] <= ratio <= ALLOWED[1]:
@@ -158,8 +160,10 @@ def next_size(tried: Mapping[int, float]) -> int:
     short = max((size for size, ratio in tried.items() if ratio > _AIM), default=None)
     long = min((size for size, ratio in tried.items() if ratio <= _AIM), default=None)
     if short is None or long is None or short >= long:
+        # Not bracketed yet: scale by the ratio, at most threefold.
         estimate = last * min(3.0, max(1 / 3, tried[last] / _AIM))
     else:
+        # Interpolate on a log-log scale between a size that is too small and one that is too large.
         part = log(tried[short] / _AIM) / log(tried[short] / tried[long])
         estimate = short * (long / short) ** part
     return max(_STEP, round(estimate / _STEP) * _STEP)

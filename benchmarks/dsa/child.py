@@ -50,6 +50,7 @@ class Child:
         commands, answers = self._process.stdin, self._process.stdout
         assert commands is not None
         assert answers is not None
+        # A process that has ended is noticed by its missing answer.
         with contextlib.suppress(BrokenPipeError):
             commands.write("run\n")
             commands.flush()
@@ -104,6 +105,7 @@ def _level() -> int:
     gc.collect()
     # The C library caches freed memory; without this the run would reuse the warm-up's memory uncounted.
     ctypes.CDLL(None).malloc_trim(0)
+    # Writing 5 resets the peak, VmHWM.
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 

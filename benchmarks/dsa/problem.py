@@ -66,6 +66,7 @@ class Sizes:
     @property
     def selected_pairs(self) -> int:
         """Number of selected (query, key) pairs."""
+        # Row t sees t + 1 keys: the first topk rows select all of them, each later row topk.
         topk = min(self.topk, self.length)
         return topk * (topk + 1) // 2 + (self.length - topk) * topk
 
@@ -247,6 +248,7 @@ def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: 
         sizes.softmax_scale,
         loss_coeff=1.0,
         sparse_loss=True,
+        # Stands for a tensor parallel group of one rank.
         pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
     )
     del mask, index_scores, query, key, value

@@ -134,6 +134,7 @@ def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
                 holder.release(place)
             selections.append(topk_indices)
             operands = operands_in(chosen(sizes), layer.inputs, sizes)
+            # Only the loss of a selecting layer reads the attention sum.
             attended = attend_sparsely(operands, topk_indices, "auto", with_sum=place.computes)
             outputs.append(attended.out)
             loss = None
@@ -150,6 +151,7 @@ def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
                         attention_sum=attended.attention_sum,
                     )
             losses.append(loss)
+        # Layers that share hold the same storage, which counts once.
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in selections}
         results = []
         for layer, out, loss in zip(reversed(layers), reversed(outputs), reversed(losses), strict=True):
@@ -237,6 +239,7 @@ def measure(sizes: Sizes, sharing: Sharing, rounds: int) -> Metrics:
     taken: dict[str, list[Step]] = {side: [] for side in places}
     for number in range(rounds + 1):
         for side, of_side in places.items():
+            # Kept results would take memory in every round.
             done = replace(step(layers, of_side), results=[])
             if number > 0:  # the first one is the warm-up
                 taken[side].append(done)

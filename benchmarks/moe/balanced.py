@@ -147,11 +147,13 @@ def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple
             rows = _rows(built)
             with way(name), rows as computed:
                 results = step()
+            # The first way is stock, the reference of all others.
             expected = expected or results
             figures["deviation"] = max(figures["deviation"], deviation(results, expected))
             loads = torch.tensor([0.0] * dist.get_world_size())
             loads[dist.get_rank()] = computed[0]
             dist.all_reduce(loads)
+            # Loads of 10, 10, 10 and 30 rows have a mean of 15 and an imbalance of 2.
             figures["imbalance"][name] = float(loads.max() / loads.mean())
     return figures
 

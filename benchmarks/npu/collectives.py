@@ -39,7 +39,9 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _measured(make: Callable[..., Any], dtype: torch.dtype, rounds: int, size: int) -> dict[str, Any]:
     platform, ranks, rank = platforms.current(), dist.get_world_size(), dist.get_rank()
+    # A multiple of the ranks, so that all parts are equal.
     count = size // dtype.itemsize // ranks * ranks
+    # Rank r holds r + 1 in every element, so that all results are known.
     call, result, expected, share = make(torch.full((count,), rank + 1, dtype=dtype, device=platform.device))
     times = []
     for number in range(rounds + 1):
@@ -55,6 +57,7 @@ def _measured(make: Callable[..., Any], dtype: torch.dtype, rounds: int, size: i
         else:
             times.append(begin.elapsed_time(end))
     taken = statistics.median(times)
+    # Bytes per ms / 1e6 = GB/s.
     return {"ms": taken, "gb_s": count * dtype.itemsize * share / max(taken, 1e-6) / 1e6}
 
 
@@ -68,6 +71,7 @@ def _all_reduce(own: Tensor) -> Any:
     out = own.clone()
 
     def call() -> None:
+        # The all-reduce is in place and must start from the same values each time.
         out.copy_(own)
         dist.all_reduce(out)
 

@@ -211,6 +211,7 @@ def _costs(exposed: float) -> Costs:
     Args:
         exposed: share of a stock step that is lost to all-to-alls; both directions transfer the same bytes.
     """
+    # A chunk's own work is 3, so the share is transfers / (3 + transfers), solved for the transfers.
     transfers = 3 * exposed / (1 - exposed)
     return Costs(all_to_all_forward=transfers / 2, all_to_all_backward=transfers / 2)
 

@@ -87,6 +87,7 @@ def hidden(found: Mapping[str, Any]) -> Metrics:
         found: result of :func:`measure`.
     """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+    # The two steps differ only in their transfers.
     exposed = wall["stock"] - wall["no transfers"]
     return {
         "a2a_hidden_fraction": (wall["stock"] - wall["pairs"]) / exposed,
@@ -106,6 +107,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """Return times of a step's variants, the same on all ranks."""
     start(**SWITCH)
     step = step_of(sizes)
+    # Two microbatches are the shortest step with a pair.
     expected = step("stock", 2)
     worst = deviation(step("pairs", 2), expected)
     _arm("overlap in one microbatch")
@@ -157,6 +159,7 @@ def step_of(
     if prepare is not None:
         prepare(chunk)
     model = DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk)
+    # Gradients are reduced only after the last microbatch.
     cfg.no_sync_func = model.no_sync
     noise = torch.Generator().manual_seed(dist.get_rank())
     shape = (sizes.microbatches, sizes.sequences, sizes.tokens + 1)

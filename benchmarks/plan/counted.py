@@ -54,6 +54,7 @@ def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
     sums = [item for item in in_buffers if item is not None]
     gradients = storage_bytes([*sums, *_sharded_gradients(optimizer)])
     scratch = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
+    # All other bytes since before the model was built are the optimizer's.
     rest = level() - before - weights - gradients - scratch
     return {"weights": weights, "gradients": gradients, "optimizer": rest}
 
@@ -98,6 +99,7 @@ def collectives() -> Iterator[dict[str, float]]:
 
     def counting(original: Callable[..., Any], size: Callable[..., float]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            # A group of one rank transfers nothing.
             if group.size() > 1:
                 counts[GROUPS.get(group.group_desc, "other")] += size(group, *args)
             return original(group, *args, **kwargs)
@@ -126,6 +128,7 @@ def _listed(tensors: Any) -> float:
 def _without_own(group: Any, output: Any, given: Any, receive: Any = None, *unused: Any) -> float:
     output = _first(output)
     rows = receive[group.rank()] if isinstance(receive, (list, tuple)) and receive else None
+    # A rank's own rows do not travel.
     own = output.nbytes / group.size() if rows is None else rows * output.nbytes / max(output.size(0), 1)
     return output.nbytes - own
 
@@ -134,6 +137,7 @@ def _share(group: Any) -> float:
     return (group.size() - 1) / group.size()
 
 
+# An all-reduce of d ranks is a reduce-scatter and an all-gather: 2 (d - 1) / d of the bytes.
 _SIZES: dict[str, Callable[..., float]] = {
     "allreduce": lambda group, tensors, *unused: 2 * _listed(tensors) * _share(group),
     "allgather": lambda group, outputs, *unused: _listed(outputs) * _share(group),

@@ -150,6 +150,7 @@ class WorkerPool:
         workers = self._workers[:world_size]
         number = next(self._count)
         for rank, process in enumerate(workers):
+            # A report shows only the output of this case.
             process.log_start = process.log.stat().st_size
             task = worker.Task(function, arguments, rank, world_size, self._port, f"case-{number}")
             with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed below
@@ -223,6 +224,7 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(workers[rank].pid, signal.SIGUSR1)  # faulthandler prints the stack
         if waiting:
+            # Give faulthandler time to print.
             time.sleep(1)
         return answers, silent
 

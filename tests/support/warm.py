@@ -90,6 +90,7 @@ class Process:
                 self.kill()
                 raise
             finally:
+                # A clock that is no longer alive has killed the program.
                 in_time = clock.is_alive()
                 clock.cancel()
             if not in_time:
@@ -140,6 +141,7 @@ def popen(
             elif requested == subprocess.STDOUT:
                 streams.append(streams[1])
             elif requested is None:
+                # By default stdin is empty, and the other streams are inherited.
                 streams.append(number if number else sink.fileno())
             else:
                 streams.append(requested if isinstance(requested, int) else requested.fileno())
