@@ -46,6 +46,7 @@ def run(device: str, quick: bool = False, size: str = "1") -> Metrics:
     """
     import mindspeed_dsa
 
+    # 1 GB / 14 bytes / 8 parts = 8.9 million parameters in a part.
     parameters = int((0.002 if quick else float(size)) * 1e9) // _BYTES // _PARTS
     with (
         mindspeed_dsa.enabled(mindspeed_platform="cpu"),
@@ -131,11 +132,13 @@ class Saves:
             request.add_finalize_fn(lambda: save.tracker.write_text("1", encoding="ascii"))
             self.queue.schedule_async_request(listed_at_the_end(request, save, self.works[verify]))
         blocked = time.perf_counter() - started
+        # Change the state as a training step would, while the writer still writes.
         for tensor in self.state.values():
             tensor.data.add_(1)
         process = self.queue.async_calls[-1].async_caller.process
         while process is not None and process.is_alive():
             time.sleep(0.01)
+        # Training waits at the begin of a save and at its end.
         return blocked + spent(lambda: self.queue.maybe_finalize_async_calls(blocking=True)).wall
 
     def is_whole(self) -> bool:

@@ -116,6 +116,7 @@ class _Saves:
             process = self.queue.async_calls[-1].async_caller.process
             while process.is_alive():
                 time.sleep(0.01)
+            # Training waits at the begin of a save and at its end.
             return blocked + spent(lambda: self.queue.maybe_finalize_async_calls(blocking=True)).wall
 
     def _request(self) -> Any:

@@ -41,6 +41,7 @@ GLM: dict[str, Any] = {
 """GLM-5's shape at a third of its width."""
 TINY = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8}  # fmt: skip
+# 2 bytes x 64 experts x 3 matrices x 2048 x 1024 = 768 MiB.
 _LAYER = 2 * 64 * 3 * 2048 * 1024
 """Bytes of one layer's experts in bf16."""
 
@@ -53,6 +54,7 @@ def run(device: str, quick: bool = False, size: str = "4") -> Metrics:
         quick: a model too small for meaningful figures.
         size: model's size in GB, in bf16.
     """
+    # All weights but the experts take about 0.4 GB, and the first layer has no experts.
     config = GLM | {"num_hidden_layers": 1 + max(1, round((float(size) * 1e9 - 4e8) / _LAYER))}
     if quick:
         config |= TINY | {"num_hidden_layers": 2}

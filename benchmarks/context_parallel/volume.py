@@ -124,8 +124,10 @@ def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, fl
     pair = whole * 2 * sizes.kv_heads * sizes.dim
     exchanged = rows * share * FLOAT * 2 * (sizes.heads + sizes.kv_heads) * sizes.dim
     return {
+        # Freed keys are gathered again in backward, before their gradients are reduced.
         "DSA, keys gathered": (keys(keep=False), (gathered, 2 * gathered)),
         "DSA, keys gathered and kept": (keys(keep=True), (gathered, gathered)),
+        # In backward a ring passes on the keys and the sums of their gradients.
         "MLA, ring of latents": (latent(Ring(group)), (whole * key, 2 * whole * key)),
         "MLA, heads exchanged": (latent(HeadExchange(group)), (whole * key + heads, whole * key + heads)),
         "GQA, ring": (grouped(Ring(group)), (pair, 2 * pair)),

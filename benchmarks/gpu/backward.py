@@ -59,6 +59,7 @@ def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
         for way, takes in ((TILES, lambda *_: False), (ROWS, takes_rows)):
             with mock.patch.object(hopper, "takes_rows", takes):
                 row[f"{way}, apart"] = problem.apart("backward", backward())
+                # This form also refuses NaN.
                 if not row[f"{way}, apart"] <= DEVIATION:
                     row["refused"] = f"{way} differs by {row[f'{way}, apart']:.1e} from the operator's own"
                     break

@@ -85,6 +85,8 @@ def model_seconds(
             fraction = next((value for name, value in fractions.items() if wanted.match(name)), None)
             if fraction is None:
                 break
+            # The loss includes the indexer's backward, which has its own kernel; the sum's kernel does the
+            # rest.
             work = rest if part == "rest" else flops[part[0]][part[1]]
             rest -= work
             seconds += work / fraction / peak

@@ -98,6 +98,7 @@ class Problem:
 
 
 def _apart(theirs: Tensor, ours: Tensor) -> float:
+    # In pieces: fp32 copies of 32,768 rows x 128 heads x 512 would take 8 GiB each.
     squares = [
         torch.stack([(one.float() - other.float()).square().sum(), other.float().square().sum()])
         for one, other in zip(theirs[0].detach().split(_ROWS), ours[0].split(_ROWS), strict=True)
@@ -152,6 +153,7 @@ def _tilelang(problem: Problem) -> Directions:
     # Their mask hides keys after the row: in rows with fewer than topk keys, the last key marks empty
     # entries.
     key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
+    # Their log-sum-exp has base 2.
     scale, lse = problem.sizes.softmax_scale, problem.lse / math.log(2)
 
     def backward() -> Results:
@@ -170,6 +172,7 @@ def _tilelang_pipelined(problem: Problem) -> Directions:
     """Return the kernel of ``sparse_mla_fwd_pipelined.py``, which takes the rows' offset."""
     attend: Callable[..., Any] = import_module("sparse_mla_fwd_pipelined").sparse_mla_fwd_interface
     key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
+    # Treated as the end of a longer sequence, all rows see every key.
     first, scale = problem.sizes.length if problem.full else 0, problem.sizes.softmax_scale
     return {"forward": lambda: (attend(problem.query, key_value, indices, first, 1, sm_scale=scale)[0],)}
 
@@ -186,6 +189,7 @@ def _cudnn(problem: Problem) -> Directions:
     """Return the backward of cuDNN's frontend; its forward needs compute capability 10."""
     module = import_module("cudnn.deepseek_sparse_attention")
     differentiate: Callable[..., Any] = module.sparse_attention_backward_wrapper
+    # A sink of minus infinity adds nothing to the softmax.
     no_sink = torch.full(problem.lse.shape[-1:], -math.inf, device=problem.lse.device)
 
     def backward() -> Results:

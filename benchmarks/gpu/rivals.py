@@ -98,6 +98,7 @@ def run(quick: bool, seconds: float, tell: Tell, device: str = "cuda") -> Metric
         tell: callback that gets all figures so far, after each cell.
         device: device to run on.
     """
+    # A cell that begins before the deadline has the last 15 % of the time to finish.
     deadline = time.monotonic() + 0.85 * seconds
     peak = cuda.matmul_rate(_ROUNDS)
     absent = {name: project.absence for name, project in PROJECTS.items() if project.absence}
@@ -142,6 +143,7 @@ def compared(problem: Problem, peak: float, deadline: float) -> dict[str, Any]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(_ENDED)
                 apart = problem.apart(direction, call())
+                # This form also refuses NaN.
                 if not apart <= DEVIATION:
                     raise ValueError(f"differs from ours by {apart:.1e}: nothing is timed")
                 return {**_figures(call, flops[direction], peak), "apart": apart}

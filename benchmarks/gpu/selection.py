@@ -40,6 +40,7 @@ class Sizes:
     @property
     def flops(self) -> float:
         """Operations of all scores of causal rows."""
+        # length (length + 1) / 2 causal pairs, with two operations for each number of a head.
         return float(self.length * (self.length + 1) * self.heads * self.dim)
 
 
@@ -98,6 +99,7 @@ def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: s
             del results
             seconds = {"ms": cuda.seconds(select, rounds), "ms_behind": cuda.seconds(select, rounds, select)}
         figures[way] = {name: each * 1e3 for name, each in seconds.items()}
+        # Behind another call the launch is hidden, so that only the device's work counts.
         figures[way]["fraction_of_matmul"] = sizes.flops / seconds["ms_behind"] / peak
     return figures
 

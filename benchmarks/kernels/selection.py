@@ -54,6 +54,7 @@ def scores(kernel: Kernel, length: int, size: int) -> Work:
     constants = kernel.constants
     heads, dim, keys, rows = (constants[name] for name in ("HEADS", "DIM", "BLOCK_N", "BLOCK_Q"))
     pairs = length * (length + 1) // 2
+    # Bytes per pair: a block reads its keys and queries, and writes an fp32 score for each pair.
     moved = ((keys + rows * heads) * dim * size + rows * keys * 4) / (rows * keys)
     flops = 2 * pairs * heads * dim
     return Work(1, flops, flops, pairs * moved, pairs * 4, operations=3 * pairs * heads)
@@ -61,6 +62,7 @@ def scores(kernel: Kernel, length: int, size: int) -> Work:
 
 def selection(length: int) -> Work:
     """Return the work of the selection from stored scores of ``length`` causal rows."""
+    # Rows with up to topk keys need no selection.
     pairs, rows = length * (length + 1) // 2, max(0, length - cases.TOPK)
     operations = pairs * _LISTED + rows * _STEPS * _ENTRIES * _PER_ENTRY
     return Work(1, 0, 0, pairs * 4, pairs * 4, operations=operations)

@@ -167,6 +167,7 @@ def swap_auto(sizes: Sizes, rounds: int, device: str) -> dict[str, dict[str, flo
 
 
 def _rate_of_link(sizes: Sizes) -> float:
+    # At this rate copies take no time.
     unhurried = {copy_engine.VARIABLE: "1e15"}
     with Child("all", sizes, AUTO["all"], "cpu", environment=unhurried) as job:
         job.ask("step")

@@ -121,6 +121,7 @@ class Attempt:
         return processes
 
     def _rank_of(self, process: psutil.Process) -> int:
+        # Forks are named MARK.RANK; ranks of torchrun have an environment variable.
         _, forked, rank = process.name().partition(f"{self._mark}.")
         return int(rank if forked else process.environ()["RANK"])
 
@@ -160,6 +161,7 @@ class Attempt:
             if time.monotonic() - begin > seconds:
                 names = ", ".join(str(process.pid) for process in alive)
                 raise Failure(f"processes {names} still run {seconds:.0f} s after the disturbance")
+            # Reap the launcher, which may be one of the processes.
             self.launcher.poll()
             time.sleep(_POLL_S)
         return time.monotonic() - begin
@@ -188,6 +190,7 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         """Kill all processes."""
+        # Processes may start others until they are dead.
         while everything := self.everything():
             for process in everything:
                 with contextlib.suppress(psutil.Error):

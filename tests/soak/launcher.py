@@ -38,6 +38,7 @@ def forks(job: Callable[[Layout, Place], int]) -> Command:
 
             def start(rank: int, file: Path) -> int:
                 nonlocal port
+                # All ranks of a start share a free port, which the first one chooses.
                 port = port if rank else str(free_port())
                 pid = os.fork()
                 if pid == 0:
@@ -107,6 +108,7 @@ def launch(ranks: int, logs: Path, restarts: int, start: Callable[[int, Path], i
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in left:
                 left.discard(pid)
+                # One failure ends the start: the other ranks are terminated below.
                 if status:
                     break
             elif not pid:
@@ -153,6 +155,7 @@ def end_with(function: Callable[[], int], name: str, output: Path) -> None:
         code = function()
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    # os._exit() skips these parts of the interpreter's exit.
     with contextlib.suppress(BaseException):
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -50,6 +50,7 @@ class Surroundings:
 
     def _mount(self) -> None:
         _unshare(_NEW_MOUNTS)
+        # Mounts made below must stay in this namespace.
         _run("mount", "--make-rprivate", "/")
         _run("mount", "-t", "tmpfs", "-o", f"size={self._size}", "soak", str(self.disk))
 
@@ -57,6 +58,7 @@ class Surroundings:
         require_tools()
         _unshare(_NEW_NETWORK)
         _run("ip", "link", "set", "lo", "up")
+        # Check that the kernel can limit the rate; slow_link() sets the limit.
         _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_RATE)
         _run("tc", "qdisc", "del", "dev", "lo", "root")
 
@@ -85,6 +87,7 @@ class Surroundings:
     def _leave(self, room: int) -> bool:
         disk = os.statvfs(self.disk)
         try:
+            # The used bytes and the room; mounting fails if more is used by then.
             self._resize((disk.f_blocks - disk.f_bfree) * disk.f_frsize + room)
         except subprocess.CalledProcessError:
             return False

@@ -189,6 +189,7 @@ class Trial:
         check_said(printed, said)
         lines, reasons = passed_over(printed)
         for begun, reached in check_resumed(printed, floors):
+            # Steps from the resumed one up to the last one reached before run a second time.
             self.counts.steps_repeated += max(0, self._reached - begun)
             if self._words and self._words not in lines and " more" not in lines:
                 raise Failure(f"a damaged checkpoint was loaded, or not named: {self._words!r} is not said")
