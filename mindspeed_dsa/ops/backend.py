@@ -1,12 +1,12 @@
-"""Backend selection: one backend per operator and shape class, one algorithm per call, every choice logged.
+"""Backend selection: picks one backend per operator and shape class, and logs every choice.
 
 A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``, or for small operators a class of
 ``mindspeed_dsa.ops.<operator>.backends`` with that name. It declares its limits in
-``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
-cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
-Limits that the shape does not show, such as the keys that each row sees, are declared by the backend's plan,
-which gets the call's arguments: see :func:`plan`. The other functions of a backend are in its operator's
-``protocol.py``, and mypy checks the modules against it. All take the operator's arguments as one
+``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that cannot be met
+is an error with that sentence; ``auto`` falls back and logs the sentence once. Limits that depend on more
+than the shape, such as which keys each query sees, are checked by the backend's plan function, which gets the
+call's arguments: see :func:`plan`. The operator's ``protocol.py`` declares the other functions of its
+backends, and mypy checks the modules against it. Each function takes the operator's arguments as one
 :class:`Call`.
 
 A backend with several algorithms for one function, such as the CPU backends, selects one per call with
@@ -55,7 +55,7 @@ class BackendUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """Properties of a call that backends' limits depend on, which excludes batch and sequence length."""
+    """Selection key of a backend: a call's device, dtype and named sizes, without batch and lengths."""
 
     device: str
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class Call:
 
 
 class Backend(Protocol):
-    """Functions and limits that the backends of every operator have; the defaults here declare no limits."""
+    """Base protocol of every operator's backends; the default declares no limits."""
 
     def unsupported(self, shape: ShapeClass, /) -> str | None:
         """Return why the backend cannot take calls of this shape, or None."""
@@ -138,12 +138,12 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def takes_every_call(*facts: Any) -> None:
-    """Return None, the plan of a backend whose limits all show in the shape."""
+    """Return None: the plan function of a backend whose only limits are those in ``unsupported(shape)``."""
 
 
 @cache
 def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
-    """Return the backend for calls of this shape class, of a type in the operator's ``protocol.py``.
+    """Return the backend for calls of this shape class; ``protocol.py`` of the operator has its type.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
@@ -175,7 +175,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
 
 
 def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield the backends that are tried for calls of a shape class, best first.
+    """Yield the candidate backends for calls of a shape class, in order of preference.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
@@ -183,7 +183,7 @@ def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tup
         shape: device, dtype and sizes of the call.
 
     Yields:
-        Name and backend, or name, None and the reason why it cannot take them.
+        ``(name, backend, None)``, or ``(name, None, reason)`` if that backend cannot run these calls.
     """
     if requested != "auto":
         tried: tuple[str, ...] = (requested,)
@@ -199,13 +199,13 @@ def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tup
 def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:
     """Return ``implementation``, or the reference if one of ``tensors`` has no elements.
 
-    Such a call, for example of an empty pack, leaves no block, tile or grid to cut. Plain PyTorch gives empty
-    results, zeros, and zero gradients.
+    Other backends need at least one element to form blocks and launch grids. The reference, plain PyTorch,
+    returns empty or zero results and zero gradients.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
         implementation: backend that :func:`choose` returned.
-        tensors: tensors that have the batch, query and key axes of the call.
+        tensors: tensors that together have the call's batch, query and key axes.
     """
     if all(tensor.numel() for tensor in tensors):
         return implementation
@@ -283,8 +283,8 @@ def calls() -> Counter[tuple[str, str]]:
 def spent(operator: str, place: torch.device) -> Iterator[None]:
     """Add the block's wall time to the operator's total, if it runs on a CPU.
 
-    Accelerators work asynchronously, so their time is not measured. Forward and backward count; for a backend
-    that autograd differentiates, only forward does.
+    Accelerators work asynchronously, so their time is not measured. Both passes count, but for backends
+    without their own backward only the forward does.
     """
     start = time.perf_counter()
     try:
@@ -340,7 +340,7 @@ def _exists(operator: str, name: str) -> bool:
 
 
 def _is_foreign(error: Exception) -> bool:
-    """Return whether an error during an import comes from another package than this one."""
+    """Return whether an import error was raised by a third-party package rather than by this one."""
     if isinstance(error, ImportError) and error.name:
         name = error.name  # the module that was not found
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):

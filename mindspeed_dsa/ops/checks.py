@@ -47,7 +47,7 @@ def check_shape(
 
 
 def check_heads(operator: str, name: str, tensor: Tensor) -> None:
-    """Raise unless ``tensor``, ``[batch, query_length, heads, dim]``, has a head and a dimension."""
+    """Raise if ``heads`` or ``dim`` of a ``[batch, query_length, heads, dim]`` tensor is 0."""
     require(
         tensor.shape[2] >= 1 and tensor.shape[3] >= 1,
         operator,
@@ -81,10 +81,10 @@ def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> N
 
 
 def names_key(topk_indices: Tensor, key_length: int) -> Tensor:
-    """Return a bool tensor shaped like ``topk_indices``: whether each entry is in ``[0, key_length)``.
+    """Return a bool mask shaped like ``topk_indices``: True where the entry is in ``[0, key_length)``.
 
-    All backends use this rule. -1 means "no key"; any other entry outside the range is treated the same and
-    is never read.
+    All backends use this rule. -1 means "no key". Any other entry outside the range is treated like -1, and
+    never used as an address.
     """
     return (topk_indices >= 0) & (topk_indices < key_length)
 

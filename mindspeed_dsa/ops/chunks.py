@@ -1,4 +1,4 @@
-"""Bounded chunks of query rows with their selected keys gathered, in plain PyTorch on any device."""
+"""Split query tokens into chunks of bounded memory and gather their selected keys, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 256 << 20
 
 
 class Chunk(NamedTuple):
-    """Query rows of one sequence and the keys that they selected."""
+    """Some query rows of one sequence, with the keys that these rows selected."""
 
     batch: int
     rows: slice
@@ -29,7 +29,13 @@ class Chunk(NamedTuple):
 
 
 def row_chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Iterator[Chunk]:
-    """Cut the rows into chunks and gather their keys; callers hold ``scratch_per_entry`` numbers each."""
+    """Yield chunks of query rows with their gathered keys, within a fixed memory budget.
+
+    Args:
+        key: ``[batch, key_length, dim]``.
+        topk_indices: ``[batch, query_length, topk]``.
+        scratch_per_entry: numbers that the caller allocates per selected entry; they count toward the budget.
+    """
     batch, length, topk = topk_indices.shape
     dim, dtype = key.shape[2], wide(key.dtype)
     rows = max(1, _CHUNK_BYTES // max(1, topk * (2 * dim + scratch_per_entry) * dtype.itemsize))

@@ -15,8 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def outside_graphs(function: Function) -> Function:
     """Run a function eagerly, with a graph break before and after it.
 
-    Backends select by reading tensors, and call NumPy and custom kernels. A graph can hold none of these, so
-    tracing them fails. ``torch._dynamo`` is not imported where nothing compiles.
+    Backends read tensor contents on the host and call NumPy and custom kernels, which cannot be traced.
+    ``torch._dynamo`` is imported only if something is compiled.
     """
     disabled: list[Callable[..., Any]] = []
 

@@ -66,7 +66,7 @@ def attend_by_documents(
 
 
 def _parts(starts: Tensor, ends: Tensor) -> list[tuple[int, int, int, bool]]:
-    """Group consecutive queries by document: ``(count, first key, end of keys, whether plainly causal)``."""
+    """Group consecutive queries by document: ``(query count, first key, end of keys, is causal)``."""
     sees = ends > starts
     begins, counts = torch.unique_consecutive(torch.where(sees, starts, -1), return_counts=True)
     parts, offset = [], 0
@@ -84,7 +84,7 @@ def _parts(starts: Tensor, ends: Tensor) -> list[tuple[int, int, int, bool]]:
 
 
 def _split(x: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
-    """Split ``x`` along its first axis into ascending disjoint ranges; empty ones may be anywhere."""
+    """Return the slices of ``x`` along its first axis for ascending disjoint ranges, some possibly empty."""
     sizes, end = [], 0
     for low, high in ranges:
         if low < high:

@@ -1,8 +1,8 @@
-"""Autograd edges without a gradient: attach losses of frozen layers to the layers' outputs.
+"""Autograd edges with zero gradients, which attach a layer's indexer loss to the layer's output.
 
-When only indexers are trained, no gradient flows from layer to layer. A loss that reached the model's end on
-a path of its own would skip the backward hooks of the outputs in between: checkpoints, pipeline stages, and
-gathered weights (FSDP).
+When only indexers are trained, no gradient flows from layer to layer. If the losses were summed separately,
+backward would skip the hooks on layer outputs that activation checkpointing, pipeline stages and FSDP rely
+on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def with_backward_of(value: Tensor, *others: Tensor) -> Tensor:
 
 
 def passes_no_gradient(tensor: Tensor) -> bool:
-    """Return whether a tensor requires a gradient only because of :func:`with_backward_of`.
+    """Return whether a tensor requires grad only because of :func:`with_backward_of`.
 
-    The search follows operations with one differentiable input, such as the hooks and casts that wrappers
-    insert between layers, or a sum with a tensor that requires no gradient.
+    The search walks back through graph nodes with one differentiable input, such as hooks and casts that
+    wrappers insert between layers, or a sum with a tensor that requires no gradient.
     """
     node = tensor.grad_fn
     while node is not None and not hasattr(node, _MARK):

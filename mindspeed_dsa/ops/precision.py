@@ -1,4 +1,4 @@
-"""Dtypes of the operators' sums and gradients, whatever context surrounds them."""
+"""Dtypes of the operators' sums and gradients, and protection from ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 def outside_autocast(function: Function) -> Function:
     """Run a function without autocast on the device of its first tensor argument.
 
-    Autocast state is per thread: with it on, the result would also depend on the number of worker threads.
+    Autocast would round fp32 products to 16 bits. Its state is per thread, so results would also depend on
+    the number of worker threads.
     """
 
     @wraps(function)
@@ -50,10 +51,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def normalize(norm: Callable[..., Tensor], states: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """Apply one of torch's norms where the weight's dtype may differ from the input's.
+    """Apply one of torch's norms to an input and a weight of possibly different dtypes.
 
-    Some of torch's kernels are slow with mixed dtypes, others refuse them, and the result's dtype varies.
-    Both are converted to the wider dtype first.
+    With mixed dtypes, torch's kernels are slow or raise, and the result's dtype varies. Input and weight are
+    converted to the wider dtype first.
 
     Args:
         norm: ``F.rms_norm`` or ``F.layer_norm``.
@@ -85,7 +86,8 @@ def raising_factor(largest: Tensor, exponent: int, least: int = 0) -> Tensor:
         least: smallest exponent of the factor, at least -126.
 
     Returns:
-        fp32 tensor of that shape; ``2 ** least`` where ``largest`` is larger or not finite.
+        fp32 tensor with the shape of ``largest``; ``2 ** least`` where ``largest`` is too large or not
+        finite.
     """
     # The exponent bits say 2 ** (biased - 127) <= largest < 2 ** (biased - 126). The factor's exponent is
     # then exponent - (biased - 126), and 127 more in biased form. It is at most 60, so that zero gives a

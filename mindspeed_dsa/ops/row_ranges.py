@@ -1,4 +1,4 @@
-"""Range of visible keys per query row: one mask form for causal, packed and context-parallel rows."""
+"""Visible key range per query row, which describes causal, packed and context-parallel masks alike."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 @dataclass(frozen=True)
 class RowForm:
-    """The keys that the rows of a call see, as known on the host that laid them out.
+    """Host-side description of the keys that each query row of a call sees.
 
-    With a form, no operator has to read starts, ends or indices from a device. Without sequences every row of
-    the batch is causal up to the last key: row ``t`` of ``query_length`` sees the keys
+    With a form, no operator has to read starts, ends or indices from a device. If ``sequences`` is None, the
+    mask is causal, aligned to the last key: row ``t`` of ``query_length`` sees the keys
     ``0 .. t + key_length - query_length``.
     """
 
@@ -30,10 +30,10 @@ class RowForm:
 
     @classmethod
     def of_cu_seqlens(cls, cu_seqlens: Tensor) -> RowForm:
-        """Build the form of packed sequences from their bounds, given as for FlashAttention.
+        """Build the form of packed sequences from FlashAttention's ``cu_seqlens``.
 
-        Synchronizes with the device that holds the bounds. Empty sequences are dropped. Bounds without any
-        sequence give ``RowForm()``, which is then the form of no rows.
+        Synchronizes with the device that holds the bounds. Empty sequences are dropped. If no sequence
+        remains, the result is ``RowForm()``.
 
         Args:
             cu_seqlens: ``[sequences + 1]`` int32 or int64: 0, then the end of each sequence, which is the
@@ -54,7 +54,7 @@ class RowForm:
         )
 
     def check(self, operator: str, batch: int, query_length: int, key_length: int) -> None:
-        """Raise ``ValueError`` unless the form fits a call with so many rows and keys."""
+        """Raise ``ValueError`` unless the form fits a call with these numbers of rows and keys."""
         if self.sequences is None:
             require(
                 query_length <= key_length,
@@ -78,7 +78,7 @@ class RowForm:
         """Return starts and ends of the rows' visible keys: ``[2, batch, query_length]`` int32.
 
         Raises:
-            ValueError: the form does not fit so many rows and keys.
+            ValueError: the form does not fit these numbers of rows and keys.
         """
         self.check(f"{type(self).__name__}.ranges", batch, query_length, key_length)
         if self.sequences is None:
@@ -107,20 +107,21 @@ def form_of(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> RowForm | None:
-    """Return the form of a call that may specify ``cu_seqlens`` instead.
+    """Return the form of a call, built from ``cu_seqlens`` if that is given.
 
     Args:
         operator: operator's name in an error.
         cu_seqlens: bounds of the whole batch's sequences, see :meth:`RowForm.of_cu_seqlens`; or None.
         form: form of the call, returned if there is no ``cu_seqlens``.
-        batch: number of rows of sequences.
+        batch: batch size.
         query_length: query rows per row of the batch.
         key_length: keys per row of the batch.
-        starts: first visible key per row, which ``cu_seqlens`` replaces.
-        ends: one past the last visible key per row, which ``cu_seqlens`` replaces too.
+        starts: first visible key per row; must be None with ``cu_seqlens``.
+        ends: one past the last visible key per row; must be None with ``cu_seqlens``.
 
     Raises:
-        ValueError: another form is given with ``cu_seqlens``, or the bounds do not fit the rows.
+        ValueError: ``form``, ``starts`` or ``ends`` is given with ``cu_seqlens``, or the bounds do not fit
+            the rows.
     """
     if cu_seqlens is None:
         return form
@@ -177,7 +178,7 @@ def _lengths(operator: str, cu_seqlens: object) -> tuple[int, ...]:
 
 
 def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:
-    """Return whether the sequences fill every row of the batch, and none of them spans two."""
+    """Return whether the sequences fill every batch row exactly, and no sequence spans two batch rows."""
     filled = 0
     for length in lengths:
         filled += length
@@ -188,14 +189,14 @@ def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:
 
 
 class Ranges(NamedTuple):
-    """Keys ``starts <= s < ends`` that each row sees."""
+    """Visible keys of each query row: ``starts <= s < ends``."""
 
     starts: Tensor
     """``[batch, query_length]`` int32, at least 0."""
     ends: Tensor
     """``[batch, query_length]`` int32, at most the number of keys."""
     plain_causal: bool
-    """True only for the causal default, known without reading the tensors; False says nothing."""
+    """True if the mask is known to be the causal default; if False, it may still be causal."""
     form: RowForm | None = None
     """Form of the ranges, where the host knows it."""
 

@@ -1,9 +1,9 @@
 """Cache-sized blocks of query rows with gathered keys, shared by the CPU backends.
 
-A product with few rows (heads x head size by selected keys) runs at the speed of a large matmul as long as
-the gathered keys are still in cache. Keys are therefore gathered for one or a few query rows at a time (a
-tile). Scratch is allocated once and reused, because touching fresh pages costs as much as the work. Steps
-that need no keys run for several tiles at once (a block), because each PyTorch call has a fixed cost.
+A small matmul (one query's heads times its selected keys) runs at the speed of a large one as long as the
+gathered keys are still in cache. Keys are therefore gathered for one or a few query rows at a time (a tile).
+Scratch is allocated once and reused, because touching fresh pages costs as much as the work. Steps that need
+no keys run for several tiles at once (a block), because each PyTorch call has a fixed cost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDTH_STEP = 64
 
 
 class Scratch:
-    """Buffers that live as long as one call and are reused from block to block."""
+    """Scratch buffers of one operator call, reused from block to block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -109,7 +109,7 @@ def over_blocks(
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside
             ``[0, key_length)`` name no key.
-        scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
+        scratch_per_entry: numbers that ``work`` allocates per selected entry of a block.
         work: function that takes its blocks in order. A block's width is the smallest that holds its valid
             entries, rounded up, so that rows with few visible keys cost little.
 
@@ -152,7 +152,7 @@ def over_blocks(
 
 
 def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int]:
-    """Return query rows per tile and per block, from the needs of one row."""
+    """Return the number of query rows per tile and per block, given the memory that one row needs."""
     # PyTorch threads within each of our worker threads.
     threads = max(torch.get_num_threads() // worker_count(), 1)
     tile = threads * max(_TILE_BYTES // max(key_bytes, 1), 1)
@@ -161,7 +161,7 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
 
 
 def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
-    """Add ``a[i].mT @ b[i]``, which has one row per selected key, to the rows of ``total``, in a fixed order.
+    """Add row ``s`` of ``a[i].mT @ b[i]`` to row ``indices[i, s]`` of ``total``, in a fixed order.
 
     Args:
         total: ``[key_length, dim]``.

@@ -1,12 +1,12 @@
 """Chunks of query rows with a dense range of keys, shared by the CPU backends' dense algorithms.
 
-Gathering every row's selected keys takes the same time however few heads use them, and leaves small products.
-If a sequence is only a few times as long as the selection, dense products are faster. A chunk of rows is
-multiplied with every key from the first to the last that any of them selected, and the other keys are masked.
-That is more work, but in a few large products.
+Gathering the selected keys of each query takes the same time for any number of heads, and the matmuls that
+follow are small. If a sequence is only a few times as long as the selection, dense matmuls are faster. A
+chunk of rows is multiplied with every key from the first to the last that any of them selected, and the other
+keys are masked. That is more work, but in a few large matmuls.
 
-Masked entries are multiplied with zero, which hides finite numbers only: infinity or NaN in a key that no row
-selected would spread. Calls with non-finite operands gather keys instead, see :func:`products_are_finite`.
+Masked entries are multiplied with zero, which hides finite numbers only: infinity or NaN in an unselected key
+would reach the result. Calls with non-finite operands gather keys instead, see :func:`products_are_finite`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LARGEST_PRODUCT = 1e37
 
 
 def products_are_finite(*tensors: Tensor, factor: float = 1.0) -> bool:
-    """Return whether the product of one row per tensor, times ``factor``, is finite and far from overflow."""
+    """Return whether dot products of the tensors' rows, times ``factor``, cannot overflow or be NaN."""
     # By Cauchy-Schwarz a scalar product is at most the product of the rows' lengths, and no row is longer
     # than its whole tensor.
     lengths = [
@@ -52,7 +52,7 @@ def products_are_finite(*tensors: Tensor, factor: float = 1.0) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The same rows of some sequences, and the range of keys that they selected from."""
+    """The same query rows of several sequences, and the key range that covers their selections."""
 
     batch: slice
     rows: slice
@@ -70,19 +70,19 @@ class Chunk:
         return self.key.shape[1]
 
     def tiles(self, widest: int) -> Iterator[slice]:
-        """Yield the range in parts of at most ``widest`` keys, relative to the range's first key."""
+        """Split the key range into slices of at most ``widest`` keys, relative to the range's first key."""
         for first in range(0, self.width, widest):
             yield slice(first, min(first + widest, self.width))
 
     def spread(self, entries: Tensor, scratch: Scratch) -> Tensor:
-        """Scatter-add numbers per entry, ``[g, n, topk]``, to their keys, ``[g, n, width]``; 0 elsewhere."""
+        """Scatter-add ``[g, n, topk]`` values of selected entries to ``[g, n, width]``, one per key."""
         # The additional last column collects entries that name no key.
         by_key = scratch("spread", *self.columns.shape[:2], self.width + 1).zero_()  # [g, n, width + 1]
         return by_key.scatter_add_(2, self.columns, entries)[..., :-1]
 
 
 class Cut(NamedTuple):
-    """Rows of some sequences, and the range of keys ``[low, high)`` that they selected from."""
+    """Row range of several sequences, and the key range ``[low, high)`` that covers their selections."""
 
     batch: slice
     rows: slice
@@ -109,7 +109,7 @@ def over_chunks(
             ``[0, key_length)`` name no key.
         heads: number of scores per row and key.
         work: function that takes its chunks in order.
-        widest: number of keys whose scores ``work`` holds at once; None for the whole range.
+        widest: maximum number of keys for which ``work`` holds scores at once; None for the whole range.
 
     Returns:
         Result of ``work`` per thread, in a fixed order.
@@ -136,16 +136,16 @@ def over_chunks(
 
 
 def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) -> tuple[Tensor, list[Cut]]:
-    """Cut the rows of all sequences, and find the range of keys that each cut selected from.
+    """Cut the rows of all sequences, and find the key range that covers the selections of each cut.
 
     Args:
         topk_indices: ``[batch, query_length, topk]``; entries outside ``[0, key_length)`` name no key.
         key_length: number of keys.
         together: sequences per cut.
-        rows: rows of each of these sequences per cut.
+        rows: rows per cut in each sequence.
 
     Returns:
-        ``topk_indices`` with ``key_length`` for entries that name no key, and the cuts.
+        ``topk_indices`` with invalid entries replaced by ``key_length``, and the cuts.
     """
     batch, query_length, _ = topk_indices.shape
     valid = names_key(topk_indices, key_length)  # [batch, query_length, topk]
@@ -171,8 +171,8 @@ def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) ->
 def rows_of_sequences(batch: int, most: int, most_each: int) -> tuple[int, int]:
     """Return how many sequences, and how many rows of each, to process together.
 
-    A call costs more than the work of a few rows, so short sequences are taken together. With causal rows,
-    fewer rows per sequence are multiplied with fewer keys.
+    A PyTorch call costs more than the work of a few rows, so short sequences are processed together. With
+    causal attention, fewer rows per sequence need fewer keys.
 
     Args:
         batch: number of sequences.

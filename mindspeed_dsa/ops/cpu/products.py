@@ -1,4 +1,4 @@
-"""Matrix products on CPUs by the fastest of PyTorch's libraries, shared by the CPU backends.
+"""Matmuls on CPUs with the faster of MKL and oneDNN, shared by the CPU backends.
 
 * fp32: PyTorch's own products use the BLAS that it was built with. On x86 this is MKL, which uses half of the
   vector width on processors that are not Intel's. oneDNN, which PyTorch also contains, uses all of it there.
@@ -95,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
 
 
 def _stays_finite(x: Tensor, weight: Tensor) -> bool:
-    """Return whether no product can be NaN, which oneDNN's fused relu would turn into zero."""
+    """Return whether no dot product can be NaN; oneDNN's fused relu would turn NaN into zero."""
     # By Cauchy-Schwarz no scalar product exceeds the product of the lengths. A sum of squares is the fastest
     # pass.
     squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
@@ -103,7 +103,7 @@ def _stays_finite(x: Tensor, weight: Tensor) -> bool:
 
 
 def one_by_one(flops: int, dtype: torch.dtype) -> bool:
-    """Return whether one oneDNN call per product of this size is faster than one batched call."""
+    """Return whether a loop of oneDNN matmuls of this size is faster than one batched matmul."""
     return flops >= _LOOP_MIN_FLOPS and torch.get_num_threads() <= _LOOP_MAX_THREADS and _onednn_takes(dtype)
 
 

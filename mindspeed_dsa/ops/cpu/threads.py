@@ -1,9 +1,9 @@
 """Worker threads of the CPU backends, each of which processes whole blocks.
 
-The products of one block are small: split over the cores, threads would wait for each other as long as they
-work. So each thread takes whole blocks and multiplies on its own. Threads suffice because PyTorch's calls
-release the interpreter lock. The part of each call that holds the lock limits their number; on a large
-machine each of them has several of PyTorch's own threads.
+The matmuls of one block are small: split over the cores, threads would spend as much time waiting for each
+other as working. So each thread processes whole blocks. Threads suffice because PyTorch's calls release the
+interpreter lock. The time that each call holds the lock limits the number of worker threads. On a large
+machine each worker uses several of PyTorch's own threads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _pools_lock = threading.Lock()
 
 
 def worker_count(numbers: float = math.inf) -> int:
-    """Return the number of threads for :func:`share_out`: PyTorch's number, up to a limit.
+    """Return the number of threads for :func:`share_out`: ``torch.get_num_threads()``, up to a limit.
 
     Args:
-        numbers: count of intermediate numbers to compute. For few, one thread works and PyTorch splits its
-            calls.
+        numbers: count of intermediate numbers to compute. If it is small, one worker suffices and PyTorch
+            parallelizes each call.
     """
     return 1 if numbers <= _SMALL else min(torch.get_num_threads(), _MAX_WORKERS)
 

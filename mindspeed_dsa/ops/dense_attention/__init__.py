@@ -1,4 +1,4 @@
-"""Dense attention in parts: softmax attention to some of the keys, to be merged with attention to the others.
+"""Dense attention to a subset of the keys, with a log-sum-exp for merging with other subsets.
 
 README.md in this folder has the mathematics.
 """
@@ -27,12 +27,11 @@ def dense_attention(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend to some of the keys, and return the log-sum-exp for merging with attention to other keys.
+    """Attend to a subset of the keys; return the output and the log-sum-exp for merging with other subsets.
 
     ``out[t, h] = sum_s p[t, h, s] * value[s, g]`` with ``p = softmax over s`` of
     ``softmax_scale * query[t, h] . key[s, g]``, where ``g`` is the key-value head of query head ``h``. It is
-    not differentiable: a caller that merges parts differentiates the whole, see
-    :func:`dense_attention_backward`.
+    not differentiable: callers merge subsets first, then use :func:`dense_attention_backward`.
 
     Args:
         query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
@@ -46,9 +45,9 @@ def dense_attention(
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        ``out`` ``[batch, query_length, heads, value_dim]`` in the dtype of the query, and ``lse`` ``[batch,
-        query_length, heads]`` fp32 (fp64 for fp64), natural log of the sum of exp(scores). Without keys they
-        are zero and -inf.
+        ``out`` ``[batch, query_length, heads, value_dim]`` in the dtype of the query, and ``lse``
+        ``[batch, query_length, heads]`` fp32 (fp64 for fp64), natural log of the sum of exp(scores). Without
+        keys they are zero and -inf.
 
     Raises:
         ValueError: a shape or dtype does not fit.
@@ -73,20 +72,20 @@ def dense_attention_backward(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the contributions of these keys to the gradients of query, key and value.
+    """Return the gradients of query, key and value due to one subset of the keys.
 
-    ``out`` and ``lse`` belong to the attention to all keys that a query sees, merged from all parts. The
-    probabilities of these keys are then the final ones, and the gradients of all parts can be added.
+    ``out`` and ``lse`` are the results for all keys that a query sees, merged from all subsets. The
+    recomputed probabilities are then final, and the query gradients of all subsets can be added.
 
     Args:
         grad_out: gradient of ``out``, in its shape and dtype.
         query: query of :func:`dense_attention`.
-        key: keys of this part.
-        value: values of this part.
+        key: keys of this subset.
+        value: values of this subset.
         out: ``[batch, query_length, heads, value_dim]`` merged output, in the dtype of the query.
         lse: ``[batch, query_length, heads]`` merged log-sum-exp.
         softmax_scale: factor of the scores, as in the forward.
-        causal: whether this part is causal, as in the forward.
+        causal: whether the mask is causal, as in the forward.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -108,7 +107,7 @@ def dense_attention_backward(
 
 
 def takes_parts(plain: Tensor, rope: int, value_dim: int) -> bool:
-    """Return whether an operator takes queries and keys with separate rotary parts, without concatenation.
+    """Return whether a fused operator accepts separate rotary parts of query and key for these sizes.
 
     Args:
         plain: queries without their rotary part, ``[..., dim]``; keys have the same width.
@@ -130,10 +129,10 @@ def attention_of_parts(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally to all keys, with separate rotary parts of query and key; nothing is merged.
+    """Compute causal attention to all keys, with rotary parts of query and key as separate tensors.
 
-    Scores are ``softmax_scale * (query . key + query_rope . key_rope)``. An operator that takes parts gets
-    them as they are (:func:`takes_parts`); for other backends they are concatenated.
+    Scores are ``softmax_scale * (query . key + query_rope . key_rope)``. Operators that accept separate
+    rotary parts get them (:func:`takes_parts`); for other backends they are concatenated.
 
     Args:
         query: ``[batch, rows, heads, dim]``.

@@ -1,4 +1,4 @@
-"""Backends of dense attention: plain PyTorch, PyTorch's flash attention on CPUs and GPUs, torch_npu's."""
+"""Backends of dense attention: plain PyTorch, PyTorch's flash attention, and torch_npu's operator."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _COPIES = 8
 
 @dataclass(frozen=True)
 class DenseCall(Call):
-    """Arguments of attention to some of the keys; their shapes have been checked.
+    """Arguments of attention to a subset of the keys; their shapes have been checked.
 
     Attributes:
         query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
-        key: ``[batch, key_length, kv_heads, dim]``, strides alike; ``kv_heads`` divides ``heads``.
-        value: ``[batch, key_length, kv_heads, value_dim]``, strides alike.
+        key: ``[batch, key_length, kv_heads, dim]``, strides as for ``query``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, key_length, kv_heads, value_dim]``, strides as for ``query``.
         softmax_scale: factor of the scores.
         causal: whether query ``t`` sees only the keys ``0 .. t``.
     """
@@ -60,10 +60,10 @@ class PartsCall(Call):
 
     Attributes:
         query: ``[batch, rows, heads, dim]``, any strides with contiguous last axis, without its rotary part.
-        query_rope: ``[batch, rows, heads, rope]``, strides alike.
-        key: ``[batch, rows, heads, dim]``, strides alike.
+        query_rope: ``[batch, rows, heads, rope]``, strides as for ``query``.
+        key: ``[batch, rows, heads, dim]``, strides as for ``query``.
         key_rope: ``[batch, rows, 1, rope]``, shared by all heads.
-        value: ``[batch, rows, heads, value_dim]``, strides alike.
+        value: ``[batch, rows, heads, value_dim]``, strides as for ``query``.
         softmax_scale: factor of the scores.
     """
 
@@ -83,7 +83,7 @@ class PartsCall(Call):
 
 
 class DenseAttention(Backend):
-    """Backend of dense attention; only the reference gets calls with empty tensors."""
+    """Backend of dense attention. Calls with empty tensors go to the reference only."""
 
     @abstractmethod
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class DenseAttention(Backend):
     def backward(
         self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the contributions of these keys to the gradients of query, key and value."""
+        """Return the gradients of query, key and value due to these keys."""
 
     def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
         """Return ``out`` and the statistics for :meth:`backward_of_parts`."""
@@ -111,7 +111,7 @@ class DenseAttention(Backend):
 
 
 class Reference(DenseAttention):
-    """Plain PyTorch, which holds scores of shape ``[batch, heads, query_length, key_length]``."""
+    """Plain PyTorch; materializes scores of shape ``[batch, heads, query_length, key_length]``."""
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
@@ -274,7 +274,7 @@ def _cuda_size(query: Tensor, value: Tensor) -> int:
 
 
 class Npu(DenseAttention):
-    """torch_npu's fused attention, which returns maximum and sum of each row."""
+    """torch_npu's fused attention, which returns the softmax maximum and sum of each query."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         reason = unavailable(shape.device, "npu_fusion_attention", "npu_fusion_attention_grad")
@@ -388,7 +388,7 @@ class Npu(DenseAttention):
 
 
 def _npu_parts(call: PartsCall) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return query, key and value as ``[tokens, heads, dim]``, and the options of both directions."""
+    """Return query, key and value as ``[tokens, heads, dim]``, and options for forward and backward."""
     batch, rows, heads = call.query.shape[:3]
     operands = (call.query, call.key, call.value, call.query_rope, call.key_rope.expand(-1, -1, heads, -1))
     # [tokens, heads, ...]
@@ -434,6 +434,6 @@ def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
 
 
 def _padded(size: int, *states: Tensor) -> tuple[Tensor, ...]:
-    """Pad heads with zeros to ``size``, which changes neither scores nor outputs."""
+    """Zero-pad the head dimension to ``size``, which changes neither scores nor outputs."""
     # [..., size]
     return tuple(one if one.shape[-1] == size else F.pad(one, (0, size - one.shape[-1])) for one in states)

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention of one layer as a function: selection, attention, and the indexer's loss."""
+"""Functional DeepSeek Sparse Attention for one layer: key selection, attention, and the indexer's loss."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def deepseek_sparse_attention(
     """Select keys for every query token, attend to them, and optionally compute the indexer's loss.
 
     The output is differentiable with respect to query, key and value, the loss with respect to the indexer's
-    operands. Each trains its own part of a model, as in DeepSeek's training. If no query can see more than
-    ``topk`` keys, nothing is selected. Attention and loss are then dense, which gives the same loss.
+    operands. As in DeepSeek's training, the output trains the main model and the loss trains the indexer. If
+    no query can see more than ``topk`` keys, selection is skipped, and attention and loss are dense, which
+    gives the same results.
 
     By head (``value`` given), every head has its own keys and values. In absorbed form (``value`` None) all
     heads share the latent key, whose leading ``value_dim`` dimensions are the value.
@@ -83,8 +84,8 @@ def deepseek_sparse_attention(
             tokens.
         key: ``[batch, keys, heads, dim]``, or absorbed ``[batch, keys, dim]``.
         value: ``[batch, keys, heads, value_dim]``, with ``value_dim`` at most ``dim``; None in absorbed form.
-        index_query: ``[batch, rows, index_heads, index_dim]`` query of the indexer. It and the next two may
-            be None if neither a selection nor a loss is needed.
+        index_query: ``[batch, rows, index_heads, index_dim]`` query of the indexer. The three ``index_*``
+            arguments may be None if neither a selection nor a loss is needed.
         index_key: ``[batch, keys, index_dim]`` key of the indexer.
         index_weights: ``[batch, rows, index_heads]`` head weights of the indexer, already multiplied with
             every scale; may be fp32 with bf16 queries.
@@ -98,9 +99,9 @@ def deepseek_sparse_attention(
         starts: ``[rows]`` or ``[batch, rows]`` int, first visible key of each query; default 0.
         ends: one past the last visible key, with the shape of ``starts``; default: causal, with as many keys
             as queries.
-        form: replacement for ``starts`` and ``ends``. ``RowForm(lengths)`` for the packed documents of the
-            whole batch, one after the other, none of them in two rows of the batch. ``RowForm()`` for queries
-            that are causal up to the last of more keys, as after a KV cache.
+        form: replacement for ``starts`` and ``ends``. ``RowForm(lengths)`` for packed documents: the lengths
+            of all documents of the batch in order, where no document spans two batch rows. ``RowForm()`` for
+            causal queries at the end of a longer key sequence, as with a KV cache.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
         row_mask: ``[batch, rows]`` bool, True for queries that count in the loss (all by default).
@@ -250,7 +251,7 @@ def attend_to_selected(
     with_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend to given keys, by head or in absorbed form; arguments as for :func:`deepseek_sparse_attention`.
+    """Attend to the keys in ``topk_indices``; other arguments as for :func:`deepseek_sparse_attention`.
 
     Returns:
         Output; probabilities summed over heads if requested, else None; log-sum-exp in absorbed form, else
@@ -286,10 +287,10 @@ def attend_to_visible(
 ) -> Tensor:
     """Attend to all visible keys; arguments as for :func:`deepseek_sparse_attention`.
 
-    Causal rows use PyTorch's attention. So do packed documents with padding between them, one call per
-    document, after the ranges have been read from their device. The sparse operator gets a list of all
-    visible keys for other ranges, such as windows. It also does for absorbed heads on accelerators, whose
-    dense kernels do not support this width.
+    Causal queries use ``scaled_dot_product_attention``, and packed documents use it once per document. To
+    find documents, the ranges are read on the host. Other ranges, such as windows, use the sparse operator
+    with a list of all visible keys. So do absorbed heads on accelerators, because dense kernels do not
+    support heads this wide.
 
     Returns:
         Output, ``[batch, rows, heads, value_dim]``.
@@ -328,7 +329,7 @@ def attend_to_visible(
 def _are_documents(starts: Tensor, ends: Tensor) -> bool:
     """Return whether the ranges of every sequence form documents, each after the previous one.
 
-    Rows that see nothing may be between documents, but not inside one.
+    Rows without visible keys (padding) may be between documents, but not inside one.
     """
     for first, end in zip(starts, ends, strict=True):
         # Runs of rows with the same start; -1 for rows that see nothing.
@@ -349,7 +350,7 @@ def _attend_to_listed(
     value_dim: int | None,
     backend: str,
 ) -> Tensor:
-    """Attend to a list of all visible keys, as wide as the longest range."""
+    """List every query's visible keys, padded to the longest range, and attend with the sparse operator."""
     starts, ends = (bound[..., None] for bound in ranges[:2])  # [batch, rows, 1]
     longest = key.shape[1] if ranges.plain_causal or not ends.numel() else max(int((ends - starts).max()), 1)
     # Positions ascend from each row's start, with -1 at the tail: [batch, rows, longest]

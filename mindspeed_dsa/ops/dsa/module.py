@@ -1,4 +1,4 @@
-"""Modules of DeepSeek Sparse Attention for any framework: the indexer, and the attention around it."""
+"""DeepSeek Sparse Attention as framework-independent ``nn.Module`` classes: indexer and attention."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Indexer(nn.Module):
     """Indexer of a layer: projections, key norm and rotary embedding.
 
     Parameters have the names and shapes of DeepSeek-V3.2's published checkpoint, so its ``indexer.*`` tensors
-    load unchanged. The Hadamard rotation that its inference code applies to query and key is orthogonal and
-    changes no score. It only matters for FP8, and is omitted here.
+    load unchanged. DeepSeek's inference code also applies a Hadamard rotation to query and key. It is
+    orthogonal and changes no score, so it only matters for FP8, and is omitted here.
 
     Args:
         hidden_size: width of the hidden states.
@@ -155,19 +155,19 @@ class DeepSeekSparseAttention(nn.Module):
         with_loss: bool | None = None,
         **rows: Any,
     ) -> DSAOutput:
-        """Attend as :func:`deepseek_sparse_attention` does.
+        """Run the indexer, then :func:`deepseek_sparse_attention`.
 
         Args:
             hidden: ``[batch, rows, hidden_size]``, input of the layer's projections.
-            query: query of that function.
+            query: query argument of :func:`deepseek_sparse_attention`.
             key: key by head or absorbed, after its rotary embedding.
             value: value by head, or None for absorbed keys.
             query_input: input of the indexer's query projection, see :meth:`Indexer.forward`.
             angles: angles of the indexer's rotary embedding, see :meth:`Indexer.forward`.
             with_loss: whether to compute the loss; by default in training, if a parameter of the indexer
                 requires a gradient.
-            **rows: further arguments of that function: ``starts``, ``ends``, ``form``, ``cu_seqlens``,
-                ``row_mask``, ``reduction`` and ``tp_group``.
+            **rows: further arguments of :func:`deepseek_sparse_attention`: ``starts``, ``ends``, ``form``,
+                ``cu_seqlens``, ``row_mask``, ``reduction`` and ``tp_group``.
 
         Returns:
             :class:`DSAOutput`.

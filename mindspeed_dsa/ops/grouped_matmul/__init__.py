@@ -41,9 +41,9 @@ Layout = Literal["kn", "nk"]
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Deferred weight gradient of one call, which may be computed later and added to an existing gradient.
+    """Deferred weight gradient of one grouped matmul; computed on request, for example into ``main_grad``.
 
-    It holds ``rows`` and ``grad_output`` until it is computed.
+    The object keeps ``rows`` and ``grad_output`` alive until the gradient is computed.
     """
 
     rows: Tensor
@@ -102,10 +102,11 @@ def grouped_matmul(
             and NPUs read them without a device synchronization.
         layout: memory layout of the weight, see :data:`Layout`. No backend copies the weight to transpose it.
         take_gradient: callback that backward calls with a :class:`WeightGradient`, after the gradient of
-            ``rows``. It may add the gradient to a buffer, compute it or keep it for later. Autograd gets its
-            return value for ``weight``. By default autograd gets the gradient.
-        edge: tensor that replaces ``weight`` in the autograd graph. Autograd then gets the return value of
-            ``take_gradient`` for this tensor, and does not reach ``weight``.
+            ``rows``. It may add the gradient to a buffer, compute it or keep it for later. The callback's
+            return value is the gradient that autograd receives for ``weight``. Without a callback, autograd
+            receives the computed gradient.
+        edge: tensor that replaces ``weight`` in the autograd graph. The return value of ``take_gradient`` is
+            then the gradient of ``edge``, and ``weight`` gets none from autograd.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -137,7 +138,7 @@ def grouped_matmul(
 
 
 def reads_sizes(weight: Tensor, layout: Layout) -> bool:
-    """Return whether the backend that `auto` selects for a weight reads group sizes on the host.
+    """Return whether the backend that `auto` selects for a weight needs the group sizes on the host.
 
     Args:
         weight: weight of :func:`grouped_matmul`, for rows of the same dtype.

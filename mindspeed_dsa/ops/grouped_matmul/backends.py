@@ -31,7 +31,7 @@ _INNER_LIMIT = 65536
 
 
 class Groups:
-    """Row counts of consecutive groups; their host copy and their ends on a device are each computed once.
+    """Row counts of consecutive groups, with cached copies on the host and of the group ends on the device.
 
     Args:
         tokens_per_expert: ``[groups]`` integers, on the host or on a device; must not be modified afterwards.
@@ -63,7 +63,7 @@ class Groups:
         return self._ends[device]
 
     def check(self, operator: str, groups: int, rows: int) -> None:
-        """Raise ``ValueError`` unless there are ``groups`` counts that fit ``rows`` rows.
+        """Raise ``ValueError`` unless there are ``groups`` counts whose sum is ``rows``.
 
         The sum of counts on a device is checked only with debug checks on, because that takes a
         synchronization.
@@ -137,11 +137,11 @@ class Reference(GroupedMatmul):
 
 
 class Cpu(GroupedMatmul):
-    """One product per group, written directly to its place.
+    """One matmul per group, written directly into the output.
 
-    Torch's own ``grouped_mm`` is a loop too. It needs widths of certain multiples, has no fp64, and cannot
-    add to an existing gradient. Adding the gradient inside the product makes this loop faster than one linear
-    layer per group.
+    Torch's own ``grouped_mm`` is a loop on CPUs too. It requires aligned widths, has no fp64, and cannot add
+    to an existing gradient. Accumulating inside the matmul makes this loop faster than one linear layer per
+    group.
     """
 
     READS_SIZES = True
@@ -214,7 +214,7 @@ class Npu(GroupedMatmul):
 
 
 def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
-    """Add ``left.T @ right`` to ``into`` with the operator, which sums in fp32, as one group of all rows.
+    """Add ``left.T @ right`` to ``into`` with torch_npu's grouped matmul, which accumulates in fp32.
 
     Args:
         left: ``[rows, out]``.
@@ -222,7 +222,7 @@ def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
         into: ``[out, in]``.
 
     Returns:
-        True if the operator took them; False if nothing was done.
+        True if the operator ran; False if it does not support the tensors and ``into`` is unchanged.
     """
     fits = left.dtype == right.dtype and left.dtype in DTYPES and max(into.shape) < _INNER_LIMIT
     if not fits or not _adds_in_place(into):

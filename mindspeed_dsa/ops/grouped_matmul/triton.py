@@ -99,7 +99,7 @@ def _tiles(dtype: torch.dtype, width_in: int, width_out: int) -> dict[str, Any]:
 
 
 def _torch_takes(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch has kernels that do not synchronize: for bf16 and 16-byte aligned rows."""
+    """Return whether torch's kernel needs no device synchronization: bf16 with 16-byte aligned rows."""
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16

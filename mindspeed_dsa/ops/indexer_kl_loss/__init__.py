@@ -101,7 +101,8 @@ def indexer_kl_loss(
         query_rope: rotary part of the query, see
             :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
         key_rope: rotary part of the key, only together with ``query_rope``.
-        form: form of rows that list all keys that they see, see the same function.
+        form: visibility of the rows, if every query lists all its visible keys up to ``topk``; see
+            :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             a form; see :meth:`.RowForm.of_cu_seqlens`.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -164,7 +165,7 @@ def indexer_kl_loss(
 
 
 def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
-    """Return a stand-in with the concatenation's shape, dtype and device; its numbers are meaningless."""
+    """Return a view with the shape and dtype of the concatenation; for shape checks only."""
     rows = tuple(latent.shape[:-1])
     check_shape(OPERATOR, name, rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
     return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])  # [..., dim + rope], a view
@@ -173,7 +174,7 @@ def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
     """Return whether :func:`indexer_kl_loss` should get the attention's ``lse`` instead of ``attention_sum``.
 
-    It should if one operator computes target, loss and gradients (npu): the sum would be an unused pass.
+    True if one operator computes target, loss and gradients (npu), which would not use ``attention_sum``.
 
     Args:
         index_query: query of the indexer, as for :func:`indexer_kl_loss`.
@@ -199,21 +200,21 @@ def divergence_and_score_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of the sparse stage and its gradient with respect to the scores, outside autograd.
 
-    Computes the same as :func:`indexer_kl_loss` with ``topk_scores`` and ``attention_sum``. It serves
-    callers that have the sum only in the backward, as ``score_gradient`` of
+    Computes the same as :func:`indexer_kl_loss` with ``topk_scores`` and ``attention_sum``. Use it if
+    ``attention_sum`` is only available in the backward, as in the ``score_gradient`` callback of
     :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
 
     Args:
         topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
         attention_sum: probabilities summed over this rank's heads, same shape; not modified.
-        topk_indices: key positions, same shape, int32 or int64, -1 at the tail. The number of keys is not
-            known here. An index outside the keys is recognized by the operators' results for it, a score of
-            -inf and a sum of 0, and contributes nothing.
+        topk_indices: key positions, same shape, int32 or int64, -1 at the tail. An index outside the keys
+            contributes nothing. Since the number of keys is not an argument, these entries are recognized by
+            their score of -inf and sum of 0.
         row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
         reduction: ``"mean"`` or ``"sum"`` over the queries that count.
         tp_group: tensor-parallel process group whose ranks hold the other heads. All of its ranks must call.
-        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`. All backends but the reference and
-            triton share one closed form, which runs on any device.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`. All backends except the reference
+            and triton use the same closed form in PyTorch.
 
     Returns:
         The loss, a scalar in the dtype of the scores, and its gradient, ``[batch, query_length, topk]``.
@@ -250,8 +251,9 @@ def divergence_and_score_gradient(
 def _closed_form(
     topk_scores: Tensor, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """Return the closed form in PyTorch, or in Triton on a GPU: one launch instead of about 20 per block."""
+    """Return the function for the closed form: the Triton kernel on a GPU, otherwise PyTorch's."""
     if backend == "triton" or (backend == "auto" and topk_scores.is_cuda):
+        # The kernel is one launch, where PyTorch needs about 20 per block.
         # The call only has entries, so no number of heads or dimensions can exceed a limit.
         selected: GradientLoss = choose(OPERATOR, backend, shape_of_entries(topk_scores))
         return selected.divergence_and_gradient
@@ -291,7 +293,8 @@ def dense_indexer_kl_loss(
         index_weights: ``[batch, query_length, index_heads]`` head weights of the indexer.
         query: ``[batch, query_length, heads, dim]``, this rank's heads.
         key: ``[batch, key_length, dim]`` shared by all heads (absorbed MLA), or
-            ``[batch, key_length, heads, dim]`` (192 instead of 576 dimensions: a third of the work).
+            ``[batch, key_length, heads, dim]``. For DeepSeek-V3.2 the latter has 192 instead of 576
+            dimensions, a third of the work.
         softmax_scale: factor of the main attention's scores.
         starts: first visible key of each query, as in :func:`mindspeed_dsa.ops.lightning_indexer`.
         ends: one past the last visible key of each query.
@@ -335,7 +338,7 @@ def dense_indexer_kl_loss(
 
 
 class _Divergence(torch.autograd.Function):
-    """Sparse form, which saves the gradient of the scores, one number per selected entry."""
+    """Autograd function of the sparse loss; saves the gradient of the scores instead of its inputs."""
 
     @staticmethod
     def forward(
@@ -361,7 +364,7 @@ class _Divergence(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """Dense form, which saves the gradients of the indexer's inputs."""
+    """Autograd function of the dense loss; its forward computes and saves the gradients."""
 
     @staticmethod
     def forward(

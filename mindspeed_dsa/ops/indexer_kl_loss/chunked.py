@@ -1,7 +1,7 @@
 """Indexer loss in plain PyTorch on any device, in chunks of rows of bounded size.
 
-`auto` takes this backend on GPUs that the Triton kernels do not support. Other backends use its closed form
-of the divergence and the gradient as well.
+`auto` takes this backend on GPUs that the Triton kernels do not support. Other backends use this module's
+closed form of the divergence and its gradient too.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def unsupported(shape: ShapeClass) -> str | None:
 def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     """Return the main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``.
 
-    ``lse`` is not read: blocks hold complete rows, and their softmax has more digits than one from ``lse``.
+    ``lse`` is not read: blocks hold complete rows, and recomputing their softmax is more accurate than using
+    ``lse``.
     """
     query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
@@ -61,7 +62,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
 def dense_loss_and_gradients(
     call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Compute ``chunked.dense_loss_and_gradients`` with the fastest library's products."""
+    """Compute ``chunked.dense_loss_and_gradients`` with the faster of MKL and oneDNN."""
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
     starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights

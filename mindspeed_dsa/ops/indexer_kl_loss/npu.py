@@ -1,7 +1,7 @@
 """Indexer loss on Ascend NPUs: torch_npu's fused losses, or PyTorch in chunks for other calls.
 
-In one call the fused operators return the loss summed over all rows, and the gradients of that sum. The
-factor that makes it a mean is the batch's, 1 / (all rows), not a sequence's.
+The fused operators return the loss summed over all rows, and the gradients of that sum. For a mean, both are
+multiplied with 1 / (number of rows in the whole batch).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
-    """Return the layout of a call for the sparse form's operator, or a sentence that declines the call."""
+    """Return the layout for the sparse loss operator, or why the operator cannot take the call."""
     query, topk_indices = call.attention.query, call.attention.topk_indices
     key_length = call.index.key.shape[1]
     if query.dtype not in DTYPES or call.index.query.dtype != query.dtype:
@@ -105,7 +105,7 @@ def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
 
 
 def plan_dense(call: DenseCall, row_mask: Tensor | None) -> Layout | str:
-    """Return the layout of a call for the dense form's operator, or a sentence that declines the call."""
+    """Return the layout for the dense loss operator, or why the operator cannot take the call."""
     if call.index.query.dtype != call.query.dtype:
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
     if row_mask is not None:
@@ -142,7 +142,7 @@ def _unsupported_heads(
 
 
 def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
-    """Return the sparse form, differentiable with respect to the indexer's three inputs.
+    """Return the loss over selected keys, differentiable with respect to the indexer's three inputs.
 
     The target needs all heads: other ranks' heads are gathered, and every rank computes the whole target.
 
@@ -223,7 +223,7 @@ def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
 
 
 def dense_loss(call: DenseCall) -> Tensor:
-    """Return the dense form, differentiable with respect to the indexer's three inputs.
+    """Return the loss over all visible keys, differentiable with respect to the indexer's three inputs.
 
     The operator needs the main attention's softmax statistics, which callers do not have: they are computed
     in chunks. All rows have the same weight.
@@ -290,7 +290,7 @@ def dense_lse(call: DenseCall) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Fused operator, which returns the gradients of the indexer's inputs and the loss, summed over rows."""
+    """Autograd function around a fused operator, whose forward returns both the loss and the gradients."""
 
     @staticmethod
     def forward(
@@ -324,7 +324,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _split(layout: Layout, tensor: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the first ``width`` dimensions and the rotary rest, both packed."""
+    """Split the last axis at ``width`` into latent and rotary dimensions, and pack both for the operator."""
     first, rope = tensor.split([width, _ROPE], dim=-1)  # [..., width], [..., rope]
     return layout.pack(first), layout.pack(rope)
 
@@ -349,7 +349,7 @@ def _all_heads(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows and keys of one call of the sparse operator, as slices of packed tensors."""
+    """Query rows and keys of one call of the sparse loss operator, as slices of packed tensors."""
 
     rows: slice
     keys: slice
@@ -371,7 +371,7 @@ class Part:
 
 
 def parts_of(layout: Layout, longest: int, most: int) -> list[Part]:
-    """Return the calls into which a layout is split, in the order of its rows.
+    """Split the batch into operator calls, in row order.
 
     Args:
         layout: layout of the whole batch.

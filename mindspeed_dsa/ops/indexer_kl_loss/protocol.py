@@ -22,7 +22,7 @@ class SparseCall(Call):
 
     Attributes:
         index: query, key and weights of the indexer.
-        attention: main attention over the same keys, with query and key in one piece or in parts.
+        attention: main attention over the same keys, with rotary parts concatenated or separate.
         lse: ``[batch, query_length, heads]`` log-sum-exp of that attention, or None.
         row_mask: ``[batch, query_length]`` bool, True for queries that count, or None.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
@@ -64,7 +64,7 @@ class _Loss(Backend, Protocol):
     def attention_sum(self, call: AttentionCall, lse: Tensor | None, /) -> Tensor:
         """Return the main attention over the selected keys, summed over this rank's heads.
 
-        The call's query and key are in one piece.
+        The rotary parts of the call's query and key are concatenated.
         """
 
     def plan_dense(self, call: DenseCall, row_mask: Tensor | None, /) -> Any:
@@ -73,7 +73,7 @@ class _Loss(Backend, Protocol):
 
 class _AutogradDense(Protocol):
     def dense_loss(self, call: DenseCall, /) -> Tensor:
-        """Return the dense form, differentiable with respect to the indexer's three inputs."""
+        """Return the dense loss, differentiable with respect to the indexer's three inputs."""
 
 
 class _SparseGradient(Protocol):
@@ -86,33 +86,33 @@ class _SparseGradient(Protocol):
         with_gradient: bool,
         /,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sparse form's loss and its gradient with respect to ``topk_scores``."""
+        """Return the sparse loss and its gradient with respect to ``topk_scores``."""
 
 
 class AutogradLoss(_Loss, _AutogradDense, Protocol):
-    """Backend whose forms autograd differentiates."""
+    """Backend without its own backward: autograd differentiates its losses."""
 
     KIND: Literal["autograd"]
 
     def divergence(
         self, topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, /
     ) -> Tensor:
-        """Return the sparse form's loss, differentiable with respect to ``topk_scores``."""
+        """Return the sparse loss, differentiable with respect to ``topk_scores``."""
 
 
 class GradientLoss(_Loss, _SparseGradient, Protocol):
-    """Backend that returns the gradients together with the loss, in both forms."""
+    """Backend that computes the gradients together with the sparse or dense loss."""
 
     KIND: Literal["gradients"]
 
     def dense_loss_and_gradients(
         self, call: DenseCall, with_gradients: bool, /
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """Return the dense form's loss and its gradients with respect to the indexer's three inputs."""
+        """Return the dense loss and its gradients with respect to the indexer's three inputs."""
 
 
 class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
-    """Backend with one operator for target, loss and gradients of the sparse form, for some calls."""
+    """Backend with a fused operator for target, sparse loss and gradients, which takes only some calls."""
 
     KIND: Literal["fused"]
 
@@ -120,7 +120,7 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         """Return the attention's ``plan``, or a sentence that says why the operator cannot take the call."""
 
     def fused_loss(self, call: SparseCall, row_weight: Tensor, /) -> Tensor:
-        """Return the sparse form, differentiable with respect to the indexer's three inputs."""
+        """Return the sparse loss, differentiable with respect to the indexer's three inputs."""
 
 
 Loss = AutogradLoss | GradientLoss | FusedLoss
@@ -137,7 +137,7 @@ def check_inputs(
     key: Tensor,
     may_have_heads: bool,
 ) -> tuple[int, int]:
-    """Check the inputs of both forms; ``key`` may have a head axis if ``may_have_heads``.
+    """Check the inputs of the sparse or dense loss; ``key`` may have a head axis if ``may_have_heads``.
 
     Returns:
         ``(batch, query_length)``.
@@ -219,7 +219,7 @@ def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: st
 
 
 def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 1) -> ShapeClass:
-    """Return the shape class by which backends are selected; ``topk`` is 0 for the dense form."""
+    """Return the shape class for selecting a backend; ``topk`` is 0 for the dense loss."""
     sizes = (
         ("heads", query.shape[2]),
         ("dim", query.shape[3]),
@@ -232,13 +232,13 @@ def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 
 
 
 def shape_of_entries(topk_scores: Tensor) -> ShapeClass:
-    """Return the shape class of a call that only has entries: all sizes but ``topk`` are 1."""
+    """Return the shape class of a call without query and key: all sizes except ``topk`` are 1."""
     names = ("heads", "dim", "key_heads", "index_heads", "index_dim")
     return ShapeClass.of(topk_scores, *((name, 1) for name in names), ("topk", topk_scores.shape[2]))
 
 
 def over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over the heads of all ranks, without modifying the caller's tensor."""
+    """All-reduce the attention sum over tensor-parallel ranks, out of place."""
     attention_sum = attention_sum.detach()
     if tp_group is not None:
         attention_sum = attention_sum.clone()

@@ -75,7 +75,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
-    """Run the form of the loss that the shape belongs to, on tensors without memory."""
+    """Run the sparse or dense loss on meta tensors, to compile the kernels for this shape."""
     heads, dim, topk, dtype = shape["heads"], shape["dim"], shape["topk"], shape.dtype
     shared = shape["key_heads"] == 1
     query = meta(1, rows, heads, dim, dtype=dtype)
@@ -95,7 +95,7 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
 
 
 def plan_dense(call: DenseCall, row_mask: Tensor | None) -> str | bool:
-    """Return whether rows are known to be plainly causal, or a sentence that declines the indexer's dtype."""
+    """Return whether the mask is known to be causal, or why the indexer's dtype is not supported."""
     return unsupported_dtype(call.index.query.dtype) or call.ranges.plain_causal
 
 
@@ -231,7 +231,7 @@ def _target(
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
         slab: ``[rows, key_length]``.
-        everywhere: whether to write zeros where a row does not see a key, instead of leaving them undefined.
+        everywhere: whether to write zeros for keys that a row does not see; otherwise they stay undefined.
     """
     (rows, heads, dim), key_length = query.shape, key.shape[0]
     shared = key.dim() == 2
@@ -266,12 +266,12 @@ def _gradients(
     grad_weights: Tensor,
     use_relu: bool,
 ) -> None:
-    """Write the gradients of some rows of one sequence; the keys' gradient is added to.
+    """Write the gradients for some rows of one sequence, and add to the gradient of the keys.
 
     Args:
         grad_scores: at least ``[rows, key_length]`` fp32, read only where a row sees a key.
-        inputs: indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights ``[rows,
-            heads]``.
+        inputs: indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights
+            ``[rows, heads]``.
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
         grad_query: output with the shape of the query.
@@ -329,14 +329,14 @@ def _gradients(
 
 
 def _dense_tiles(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tiles, the same for any key size, because keys stream in pieces of BLOCK_D numbers."""
+    """Return the tile sizes, which fit any key size: keys are loaded BLOCK_D columns at a time."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
 
 
 def _key_gradient_tiles(query: Tensor) -> dict[str, Any]:
-    """Return the tiles. A program keeps the gradient of BLOCK_N keys in registers and streams the heads."""
+    """Return the tile sizes. A program keeps gradients of BLOCK_N keys in registers and loops over heads."""
     large = block(query.shape[1]) * block(query.shape[2]) > 64 * 128
     if query.dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}

@@ -43,13 +43,14 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
 def select_by(
     call: IndexerCall, topk: int, ranges: Ranges, score: Callable[[int, slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Select keys by scores that a function computes for some rows at a time.
+    """Select the best keys, with scores from a callback that computes some rows at a time.
 
     Args:
         call: arguments of the operator.
         topk: number of entries per row.
         ranges: ranges of the keys that each row sees.
-        score: function that returns the scores of some rows of one sequence with all keys, ``[rows, keys]``.
+        score: function of a sequence's number and a slice of its rows, which returns their scores with all
+            keys, ``[rows, keys]``.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -136,11 +137,11 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
 
 
 def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return positions of the best keys, best first, and whether they are seen: ``[rows, topk]`` each.
+    """Return ``[rows, topk]`` positions of the best keys, best first, and a mask of the visible ones.
 
-    The order is numbers by score, then NaN, then unseen keys. Two stable sorts give exactly this order, and
-    keep equal scores in ascending order of position. They sort floats because some devices cannot sort
-    integers.
+    Keys are ordered by descending score, then NaN scores, then keys that are not visible. Two stable sorts
+    give exactly this order, and keep equal scores in ascending order of position. They sort floats because
+    some devices cannot sort integers.
     """
     no_number = scores.isnan()
     order = scores.masked_fill(~seen | no_number, -torch.inf).sort(descending=True, stable=True).indices
@@ -151,7 +152,7 @@ def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 def _ascending(chosen: Tensor, seen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Return the positions in ascending order, ``key_length`` at the tail if unseen, and the tail's mask."""
+    """Sort positions, with ``key_length`` at the tail for invisible keys; also return the tail's mask."""
     # fp32 represents integers up to 2^24 exactly; see `_best` for sorting floats.
     exact = torch.float32 if key_length <= 1 << 24 else torch.int64
     ascending = chosen.masked_fill(~seen, key_length).to(exact).sort().values.to(torch.int64)

@@ -64,7 +64,7 @@ def select_by(
     ranges: Ranges,
     score: Callable[[Slab, slice, int, Scratch], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Select keys by scores that a function computes for one slab of rows at a time.
+    """Select the best keys, with scores from a callback that computes one slab of rows at a time.
 
     Args:
         call: arguments of the operator.
@@ -138,7 +138,7 @@ class _Bounds(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """The same rows of some sequences: their inputs, and views of the results to write."""
+    """Inputs and output views of one slab: a range of query rows, the same in several sequences."""
 
     sequences: slice
     """Sequences of the batch."""
@@ -156,7 +156,7 @@ class Slab(NamedTuple):
 
 
 def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
-    """Return for each slab of rows the smallest range of keys that contains the rows' ranges."""
+    """Return, for each slab of rows, the smallest key range that covers all keys visible to its rows."""
     sees, padding = starts < ends, (0, -starts.shape[1] % rows)
     # Pad the rows to whole slabs, then reduce over sequences and over the rows of each slab: [slabs].
     low = F.pad(torch.where(sees, starts, _LAST), padding, value=_LAST).amin(0).view(-1, rows).amin(-1)

@@ -17,7 +17,7 @@ _TILE_KEYS = 256
 
 
 def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> str | None:
-    """Return why masking is wrong or slower than gathering keys for a call, or None."""
+    """Return why masking is unsafe, or slower than gathering keys, for this call; or None."""
     topk = topk_indices.shape[2]
     most = most_keys(call.query.shape[2], topk)
     if call.key.shape[1] > most:

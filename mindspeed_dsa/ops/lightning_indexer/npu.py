@@ -36,7 +36,7 @@ KIND: Literal["gradients"] = "gradients"
 
 
 class Plan(NamedTuple):
-    """Results of planning a call, used by its forward and backward."""
+    """Layout and sort order of a call, determined once and used by its forward and backward."""
 
     layout: Layout
     in_order: bool
@@ -103,7 +103,7 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
 
 
 def _in_order(chosen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Return the entries in ascending order, -1 still at the tail, and the permutation that sorts them."""
+    """Sort the key positions in ascending order, -1 at the tail; also return the sorting permutation."""
     positions = chosen.float() if key_length < _EXACT_IN_FP32 else chosen
     # key_length stands for "no key" so that these entries sort to the tail.
     ascending, order = positions.masked_fill(chosen < 0, key_length).sort(dim=-1)
@@ -115,9 +115,9 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-    If the operator declines, as for GLM's 32 heads, PyTorch computes them in chunks, and the reason is logged
-    once. The layout is the selection's; for indices that do not come from :func:`select` it is derived from
-    them.
+    If the fused operator does not support the call (for example GLM's 32 heads), PyTorch computes the
+    gradients in chunks, and the reason is logged once. The layout comes from the call's plan, or is derived
+    from ``topk_indices`` if :func:`select` did not run.
     """
     reason = _gradient_declines(call, topk_indices.shape[2])
     if reason is None:
@@ -132,7 +132,7 @@ def score_gradients(
 
 
 def _gradient_declines(call: IndexerCall, topk: int) -> str | None:
-    """Return why the gradient operator does not take a call, apart from its layout, or None."""
+    """Return why the gradient operator does not support a call, or None; does not check the layout."""
     if not product().indexer_gradient:
         return f"it does not run on this device, {product().name}"
     if (call.query.shape[2], topk) != (_GRAD_HEADS, _GRAD_TOPK):

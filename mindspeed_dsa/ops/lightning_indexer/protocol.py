@@ -36,7 +36,7 @@ class _Indexer(Backend, Protocol):
 
 
 class AutogradIndexer(_Indexer, Protocol):
-    """Backend whose functions autograd differentiates."""
+    """Backend without its own backward: autograd differentiates its functions."""
 
     KIND: Literal["autograd"]
 

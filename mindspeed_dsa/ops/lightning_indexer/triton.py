@@ -1,6 +1,6 @@
 """Lightning Indexer in Triton, for CUDA devices.
 
-Scores go to a slab of rows within a byte budget. Then one program per row selects from it.
+Scores of some rows are written to a slab within a byte budget. Then one program per row selects its keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def unsupported_with(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
-    """Return why the indexer's kernels cannot run the calls that ``rehearse`` makes, or None."""
+    """Return why the kernels that ``rehearse`` launches are not supported for this shape, or None."""
     return (
         unsupported_here(shape)
         or unsupported_index_sizes(shape, shape["heads"], shape["head_dim"])
@@ -73,7 +73,7 @@ def unsupported_with(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]
 def rehearse(
     shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS, use_relu: bool = True
 ) -> None:
-    """Run selection, scores at given entries, and their gradients, on tensors without memory."""
+    """Run selection, scores and gradients on meta tensors, to compile the kernels for this shape."""
     call, topk, ranges = rehearsed_call(shape, rows, keys, use_relu)
     indices, scores = select(call, topk, ranges)
     scores_at(call, indices)
@@ -83,7 +83,7 @@ def rehearse(
 def rehearsed_call(
     shape: ShapeClass, rows: int, keys: int, use_relu: bool = True
 ) -> tuple[IndexerCall, int, Ranges]:
-    """Return the arguments of a selection, with tensors without memory."""
+    """Return arguments for :func:`select` with meta tensors."""
     heads, dim, dtype = shape["heads"], shape["head_dim"], shape.dtype
     call = IndexerCall(
         meta(1, rows, heads, dim, dtype=dtype),
@@ -126,7 +126,7 @@ def select_by(
     ranges: Ranges,
     score: Callable[[int, slice, Tensor, Tensor, Tensor], None],
 ) -> tuple[Tensor, Tensor]:
-    """Select keys by scores that a function writes for some rows at a time.
+    """Select the best keys, with scores from a callback that writes some rows at a time.
 
     Args:
         call: arguments of the operator.
@@ -351,9 +351,10 @@ def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
 
 
 def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Return the tiles; in half precision all heads form one block: only the loop over rows is pipelined."""
+    """Return the tile sizes."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
+    # All heads form one block, because only the loop over rows is pipelined.
     tiles = {"BLOCK_J": block(heads), "BLOCK_Q": 32, "num_warps": 8}
     if block(heads) * block(dim) > 128 * 128:
         return tiles | {"BLOCK_N": 64, "num_stages": 2}
@@ -362,7 +363,7 @@ def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
 
 
 def _entry_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Return the tiles for gathered keys of one row."""
+    """Return the tile sizes for kernels that gather the selected keys of one row."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     if shared_memory(query.device) == LARGE and not _large(heads, dim):
@@ -385,5 +386,5 @@ def _gradient_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
 
 
 def _large(heads: int, dim: int) -> bool:
-    """Return whether an indexer exceeds DeepSeek-V3.2's 64 heads of 128 numbers, which fit on every GPU."""
+    """Return whether the indexer is larger than DeepSeek-V3.2's (64 heads x 128), which fits on every GPU."""
     return block(heads) * block(dim) > 64 * 128

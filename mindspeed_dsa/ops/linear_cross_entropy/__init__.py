@@ -60,7 +60,7 @@ def linear_cross_entropy(
 ) -> TokenLosses:
     """Return the cross entropy of ``logit_scale * hidden @ weight.T`` for each token.
 
-    The gradient of ``hidden`` is this rank's part; the caller sums it over ``group``.
+    The gradient of ``hidden`` covers this rank's vocabulary only; the caller all-reduces it over ``group``.
 
     Args:
         hidden: ``[tokens, hidden]``; fp32, bf16, fp16 or fp64.
@@ -184,11 +184,11 @@ class _Loss(torch.autograd.Function):
 def _finish(
     implementation: Chunked, call: LossCall, sums: Sequence[Tensor], factors: Tensor, formed: Tensor
 ) -> None:
-    """Rescale the weight gradient of the expected losses to the actual ``factors``, in place.
+    """Rescale the weight gradient ``formed`` from ``token_weights`` to the actual ``factors``, in place.
 
-    Expected and actual factors differ by one common factor, except for tokens that the caller weighted
-    differently. For these the difference is added. The host has to know whether there are any; the device
-    scales the gradient meanwhile.
+    The forward computed the gradient for ``token_weights``. Usually ``factors`` is a multiple of them, and
+    scaling suffices. Tokens for which it is not get their difference added. The host waits to learn whether
+    there are any, while the device scales the gradient.
     """
     weights = call.token_weights
     # nanmedian ignores tokens with weight 0, and is the common factor if most other tokens agree.
@@ -206,7 +206,7 @@ def _finish(
 
 
 def _deliver(gradient: Tensor, weight: Tensor, accumulator: Accumulator | None) -> Tensor | None:
-    """Return the gradient that autograd gets for the weight."""
+    """Return the weight gradient for autograd, or add it to the accumulator's buffer instead."""
     if accumulator is None:
         return gradient.to(weight.dtype)
     accumulator.target().add_(gradient)

@@ -1,4 +1,4 @@
-"""Backends of linear cross entropy: the formula with whole logits, and chunks of tokens on every device."""
+"""Backends of linear cross entropy: a reference with all logits in memory, and chunks of tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def _over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class _Room:
     """Scratch memory for the chunks of a pass, reused from chunk to chunk.
 
-    Fresh memory has to be mapped and cleared by the system, which takes as long as reading it several times.
+    Newly allocated memory must be mapped and cleared by the operating system, which takes as long as reading
+    it several times.
     """
 
     def __init__(self) -> None:
@@ -162,8 +163,8 @@ class _Room:
 class Chunked(LinearCrossEntropy):
     """PyTorch operations on chunks of tokens.
 
-    A chunk's logits are computed, reduced to losses, turned into their gradient in place, and multiplied with
-    both operands. No tensor of a chunk's size outlives it.
+    For each chunk, logits are computed, reduced to losses, overwritten with their gradient, and multiplied
+    with both operands. No logits outlive their chunk.
     """
 
     CHUNK_BYTES: ClassVar[int] = 512 << 20
@@ -214,7 +215,7 @@ class Chunked(LinearCrossEntropy):
     def _rows(
         self, call: LossCall, room: _Room, logits: Tensor, labels: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, ...]:
-        """Return the results of rows of logits, and overwrite these with their :func:`raised` gradient."""
+        """Return the losses of rows, and overwrite their logits with :func:`raised` times the gradient."""
         numbers = _scaled(call, room, logits)
         local, held = call.on_rank(labels)
         top, top_index = numbers.max(-1) if call.wants_top else (numbers.amax(-1), local)
@@ -236,7 +237,7 @@ class Chunked(LinearCrossEntropy):
         return loss, top, top_index, largest, log_sum
 
     def _exponentials(self, numbers: Tensor, top: Tensor) -> Tensor:
-        """Overwrite rows with exp(number - top), over the sum if :attr:`NORMALISES`; return the sums."""
+        """Overwrite rows with exp(number - top); divide by the sum if :attr:`NORMALISES`. Return the sums."""
         return numbers.sub_(top[:, None]).exp_().sum(-1)
 
     def add_gradients(
@@ -255,7 +256,7 @@ class Chunked(LinearCrossEntropy):
             factors: ``[tokens]``, factors of the gradients of the losses.
             grad_hidden: ``[tokens, hidden]``, uninitialized output or None: the gradient, if ``factors``
                 include ``logit_scale``.
-            grad_weight: ``[vocabulary, hidden]``, accumulator or None, to which the gradient is added alike.
+            grad_weight: ``[vocabulary, hidden]``, accumulator to which the weight gradient is added, or None.
         """
         room = _Room()
         for part in self.parts(call):
@@ -279,7 +280,7 @@ class Chunked(LinearCrossEntropy):
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        """Compute the gradients of a chunk from :func:`raised` gradients of its logits.
+        """Compute a chunk's gradients from those of its logits, which are scaled by :func:`raised`.
 
         ``factors`` apply to the weight's gradient only.
         """
@@ -300,7 +301,7 @@ class Chunked(LinearCrossEntropy):
             some.addcmul_(room.wide("wide product", product), unit)
 
     def _wide_parts(self, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-        """Split a chunk, and tensors with one number per row, into parts to process in fp32."""
+        """Split logits, and tensors with one number per row, into parts small enough to process in fp32."""
         rows = max(1, self.WIDE_BYTES // (logits.shape[1] * wide(logits.dtype).itemsize))
         return [tensor.split(rows) for tensor in (logits, *others)]
 
@@ -314,7 +315,7 @@ class Chunked(LinearCrossEntropy):
 
 
 class Cpu(Chunked):
-    """Smaller chunks, which are large enough for a CPU's ratio of operations to memory bandwidth."""
+    """The chunked backend with smaller chunks, which already saturate a CPU."""
 
     CHUNK_BYTES = 224 << 20
     WIDE_BYTES = 32 << 20
@@ -328,36 +329,36 @@ class Cpu(Chunked):
 
 
 class Cuda(Chunked):
-    """Chunks of a size that keeps tensor cores busy."""
+    """The chunked backend with its default chunk size, which keeps tensor cores busy."""
 
 
 class Npu(Chunked):
-    """The same chunks as on GPUs."""
+    """The chunked backend with the same chunk size as on GPUs."""
 
 
 def raised(dtype: torch.dtype) -> float:
-    """Return the factor by which stored gradients in this dtype are multiplied.
+    """Return the scale factor of logit gradients stored in this dtype: 256 for fp16, else 1.
 
-    Probabilities in a large vocabulary are below the range in which fp16 has all digits, and the loss scale
-    arrives with the incoming gradient, after they have been computed.
+    Most probabilities of a large vocabulary would be subnormal in fp16. The loss scale cannot help, because
+    it arrives with the incoming gradient, after they have been rounded.
     """
     return 256.0 if dtype == torch.float16 else 1.0
 
 
 def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states times the tokens' factors in 16 bits, and the unit of products with them.
+    """Return 16-bit hidden states times normalized token factors, and the unit to multiply products with.
 
     Factors are divided by the largest factor, so that they fit 16 bits, and equal factors add no rounding.
-    For fp16 each channel is also multiplied with a power of two. It is the largest with which no sum of
-    products with :func:`raised` gradients overflows, even if all tokens have one label.
+    For fp16 each channel is also multiplied with a power of two. This power is the largest for which no
+    product with :func:`raised` gradients overflows, even if all tokens have the same label.
 
     Args:
         hidden: ``[tokens, hidden]``, bf16 or fp16.
         factors: ``[tokens]`` fp32.
 
     Returns:
-        ``[tokens, hidden]`` in the dtype of ``hidden``; and the unit, a scalar in fp32, or ``[hidden]`` for
-        fp16.
+        Weighted states ``[tokens, hidden]`` in the dtype of ``hidden``, and the unit, an fp32 scalar, or
+        ``[hidden]`` for fp16.
     """
     largest = factors.abs().amax()
     unit = largest.masked_fill(largest == 0, 1)
@@ -372,7 +373,7 @@ def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 def _to_gradient(
     numbers: Tensor, multiplier: Tensor | None, columns: Tensor, held: Tensor, logits: Tensor
 ) -> None:
-    """Overwrite logits with their :func:`raised` gradient, computed from exponentials.
+    """Overwrite logits with their gradient times :func:`raised`, computed from exponentials.
 
     Args:
         numbers: ``[rows, vocabulary]`` fp32 or fp64; overwritten.

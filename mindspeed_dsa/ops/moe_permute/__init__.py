@@ -1,4 +1,4 @@
-"""MoE token permutations: tokens are grouped by the experts to which they are routed, and ungrouped.
+"""MoE token permutation: group tokens by the experts to which they are routed, and undo it.
 
 README.md in this folder defines the rows and their order.
 """
@@ -56,9 +56,9 @@ def permute(
         routing_map: ``[tokens, experts]`` bool. A token may go to any number of experts, or to none.
         probs: ``[tokens, experts]`` in any floating dtype, or None.
         rows: number of True entries of the map, if the caller knows it. Otherwise they are counted, which
-            takes a synchronization on accelerators. Where the map is read on the host anyway, a wrong number
-            is an error. Elsewhere, if it is too small, the rows beyond it are lost. If it is too large, the
-            excess rows are zero, or copies of arbitrary tokens where plain PyTorch permutes.
+            takes a synchronization on accelerators. Backends that read the map on the host raise an error if
+            the number is wrong. With other backends, a number that is too small drops the last rows. One that
+            is too large gives excess rows of zeros, or copies of arbitrary tokens with plain PyTorch.
         topk: number of experts of every token, if the caller guarantees that it is the same for all; backends
             that rely on it run only if it is given.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.

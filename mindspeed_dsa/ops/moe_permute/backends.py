@@ -1,4 +1,4 @@
-"""Backends of the permutation of tokens by expert: plain PyTorch, few passes on CPUs, torch_npu's operators.
+"""Backends of the token permutation: plain PyTorch, a version with few passes for CPUs, and torch_npu.
 
 The backend for NVIDIA GPUs is ``triton.py``. ``row_map.py`` has the row maps of all backends.
 """
@@ -80,13 +80,13 @@ class _Permuter(Backend, Protocol):
 
 
 class AutogradPermuter(_Permuter, Protocol):
-    """Backend whose functions autograd differentiates."""
+    """Backend without its own backward: autograd differentiates its functions."""
 
     KIND: Literal["autograd"]
 
 
 class GradientPermuter(_Permuter, Protocol):
-    """Backend with its own backward; the gradient of reordered chunks uses the inverse order."""
+    """Backend with its own backward; ``sort_chunks`` with the inverse order is its own gradient."""
 
     KIND: Literal["gradients"]
 
@@ -96,7 +96,7 @@ class GradientPermuter(_Permuter, Protocol):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the tokens, ``[tokens, hidden]``, and probabilities, ``[tokens, experts]``.
 
-        A gradient that is None stands for zeros, and so does its result; at least one is given.
+        None means a zero gradient, for arguments and results; at least one argument is not None.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Mapping between permuted rows and tokens, shared by a permutation and its reverse."""
+"""Mapping between permuted rows and tokens, used by both permute and unpermute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Permutation = tuple[Tensor, Tensor | None, Tensor]
 
 
 class RowMap(NamedTuple):
-    """Rows of a permutation, all int32; packed into one tensor, because Megatron keeps one tensor.
+    """Int32 tensors that map permuted rows to tokens and experts, and tokens to permuted rows.
 
-    Permuted rows are grouped by expert, and in the order of their tokens within each expert.
+    Permuted rows are grouped by expert, and in token order within each expert. Megatron has room for one
+    tensor per permutation, so callers store :meth:`pack`'s result.
     """
 
     offsets: Tensor | None
@@ -68,7 +69,7 @@ def unpack(packed: Tensor, tokens: int, rows: int) -> RowMap:
 def unpack_for(
     packed: Tensor, routing_map: Tensor, grad_permuted: Tensor | None, grad_probs: Tensor | None
 ) -> RowMap:
-    """Return views of a packed map's parts, with sizes from the gradients, one of which must be given."""
+    """Return views of a packed map's parts, with sizes taken from whichever gradient is not None."""
     grad = grad_permuted if grad_permuted is not None else grad_probs
     assert grad is not None
     return unpack(packed, len(routing_map), len(grad))

@@ -27,7 +27,7 @@ _LIBRARIES = (
 
 
 def takes_device(device: str) -> bool:
-    """Return whether tensors on a device of this type go to torch_npu's operators."""
+    """Return whether the device type is ``npu``."""
     return device == "npu"
 
 
@@ -59,10 +59,10 @@ def unavailable(device: str, *names: str) -> str | None:
 
 @cache
 def absent_symbols(name: str) -> tuple[str, ...]:
-    """Return an operator's CANN functions if none of them exists; empty if one does, or if nothing is known.
+    """Return an operator's CANN symbols if CANN provides none of them, else an empty tuple.
 
-    torch_npu resolves them when it calls them, and raises then. A torch_npu that is newer than CANN has
-    operators that cannot run.
+    The tuple is also empty if CANN cannot be inspected. torch_npu resolves CANN symbols lazily, so a
+    torch_npu that is newer than CANN has operators that raise when they are called.
     """
     wanted = BY_NAME[name].symbols if name in BY_NAME else ()
     # An operator needs only one of its symbols.
@@ -76,7 +76,7 @@ def absent_symbols(name: str) -> tuple[str, ...]:
 def operator_libraries() -> tuple[ctypes.CDLL, ...]:
     """Return the libraries in which torch_npu looks up CANN's operators, user libraries first.
 
-    Empty if CANN's own libraries cannot be loaded, as in an environment without CANN: then nothing is known.
+    Empty if CANN's own libraries cannot be loaded, as in an environment without CANN.
     """
     cann = [library for name in _LIBRARIES if (library := _loaded(name)) is not None]
     if not cann:
@@ -97,7 +97,7 @@ def _loaded(library: str) -> ctypes.CDLL | None:
 
 @cache
 def product() -> Product:
-    """Return this process's product; an unknown one gets the narrowest limits, with one warning."""
+    """Return the limits of this NPU model; an unknown model gets the narrowest limits and one warning."""
     try:
         name = str(import_module("torch_npu").npu.get_device_name())
     except Exception as error:  # torch_npu without a device raises a TypeError, among others
@@ -116,8 +116,8 @@ def product() -> Product:
 def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:
     """Return why an operator cannot take ``topk`` entries per row, or None.
 
-    Its widths are :data:`TOPK_WIDTHS`. Rows that list all keys may have another width: they are padded
-    (``Layout.pack_widened``).
+    Operators support the widths :data:`TOPK_WIDTHS`. If every row lists all its visible keys, other widths
+    work too, because rows are padded (``Layout.pack_widened``).
     """
     if topk in TOPK_WIDTHS or topk == key_length < TOPK_WIDTHS[-1]:
         return None

@@ -1,18 +1,20 @@
-"""Layouts in which torch_npu's operators take the rows of a call.
+"""Input layouts of torch_npu's operators (BSND and TND), and detection of the layout of a call.
 
-The operators support two forms of rows, both causal from the lower right (``sparse_mode=3``):
+The operators support two layouts, both with a causal mask aligned to the last query and key
+(``sparse_mode=3``):
 
 * BSND, ``[batch, length, heads, dim]``: row ``t`` of ``S1`` sees keys ``0 .. t + S2 - S1`` of ``S2``.
 * TND, ``[tokens, heads, dim]`` with prefix sums of the sequence lengths: the same within each sequence, with
   key indices counted from the start of the sequence.
 
 An operator reads ``min(topk, visible keys)`` entries of a row of indices, without checking them for -1. A row
-that lists fewer keys would be computed from arbitrary memory, so it is refused.
+that lists fewer keys would be computed from arbitrary memory, so such calls are declined.
 
-The host usually knows the keys that rows see (:class:`mindspeed_dsa.ops.row_ranges.RowForm`): a layout from
-it costs nothing. Otherwise it is read from the device, which takes a synchronization. Results of reading are
-not cached per tensor, because collectives, ``.data`` and ``.numpy()`` change contents without a trace. A call
-determines its layout once and passes it on, also to its own backward.
+If the host knows which keys the rows see (:class:`mindspeed_dsa.ops.row_ranges.RowForm`), the layout follows
+without reading a tensor. Otherwise the ranges or indices are read from the device, which takes a
+synchronization. The result is not cached per tensor, because collectives, ``.data`` and ``.numpy()`` change
+contents without changing the version counter. Each call determines its layout once and keeps it for its
+backward.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _BEHIND_ALL = 2**31 - 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Form in which a call's tensors, here ``[batch, length, ...]``, are passed to an operator."""
+    """Operator layout of a call, which converts ``[batch, length, ...]`` tensors to and from it."""
 
     batch: int
     query_length: int
@@ -57,19 +59,19 @@ class Layout:
 
     @cached_property
     def prefix_sums(self) -> list[int] | None:
-        """Return the ends of the sequences for the loss operators: no leading zero; None for BSND."""
+        """Return the sequences' ends (without a leading zero) for the loss operators; None for BSND."""
         if self.sequences is None:
             return None
         return torch.tensor(self.sequences).cumsum(0).tolist()
 
     @cached_property
     def query_lengths(self) -> Tensor:
-        """Return lengths for operators other than the losses: int32, prefix sums (TND) or lengths (BSND)."""
+        """Return int32 query lengths for operators except the losses: prefix sums (TND) or lengths (BSND)."""
         return self._lengths(self.query_length)
 
     @cached_property
     def key_lengths(self) -> Tensor:
-        """Return the lengths of keys, in the same form."""
+        """Return int32 key lengths, like :attr:`query_lengths`."""
         return self._lengths(self.key_length)
 
     @cached_property
@@ -134,7 +136,7 @@ class Layout:
 def layout_of_form(
     batch: int, query_length: int, key_length: int, form: RowForm, device: torch.device
 ) -> Layout:
-    """Return the layout of rows of this form, cached for all layers, so that its uploads happen once."""
+    """Return the layout for a row form; cached, so that all layers share its device tensors."""
     sequences = form.sequences
     # One sequence per row of the batch: BSND.
     if sequences == (query_length,) * batch:
@@ -145,14 +147,15 @@ def layout_of_form(
 def layout_of_selection(
     operator: str, topk_indices: Tensor, key_length: int, form: RowForm | None
 ) -> Layout | str:
-    """Return the layout of rows that list their keys in ``topk_indices``, or why there is none.
+    """Return the layout for attention to ``topk_indices``, or why no layout fits.
 
     Args:
         operator: operator's name in an error.
         topk_indices: ``[batch, query_length, topk]``, valid entries first.
         key_length: number of keys.
-        form: form of rows that list all keys that they see, up to ``topk``. With debug checks on, the indices
-            are read and compared with it. None: the indices are read, see :func:`layout_of_indices`.
+        form: visibility of the rows, if every row lists all its visible keys up to ``topk``. With debug
+            checks on, the indices are read and compared with it. None: the layout is derived by
+            :func:`layout_of_indices`, which reads the indices.
 
     Raises:
         ValueError: the form does not match the rows.
@@ -173,7 +176,7 @@ def layout_of_selection(
 
 
 def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
-    """Return the layout of rows that see these ranges, or a sentence that says why there is none.
+    """Return the layout for rows with these visible ranges, or why no layout fits.
 
     Reads the ranges from the device unless the host knows their form.
 
@@ -202,7 +205,7 @@ def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
 
 
 def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
-    """Return the layout under which each row of ``topk_indices`` lists as many keys as an operator reads.
+    """Return the layout in which an operator reads exactly the keys that each row lists, or why none fits.
 
     Takes a few passes over the indices on the device, then one synchronization to read four numbers per row.
 

@@ -1,4 +1,4 @@
-"""Key selection with the arithmetic of inference engines: index scores of FP8 queries and keys.
+"""Key selection by FP8 index scores, with the arithmetic of inference engines.
 
 README.md in this folder has the mathematics, and says which backends agree bit for bit.
 """
@@ -22,7 +22,7 @@ OPERATOR = "quantised_indexer"
 
 
 class Selector(Backend, Protocol):
-    """Backend of this operator."""
+    """Backend of the FP8 key selection."""
 
     def select(self, call: QuantisedCall, topk: int, ranges: Ranges, /) -> Tensor:
         """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""

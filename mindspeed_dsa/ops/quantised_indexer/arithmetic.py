@@ -1,4 +1,4 @@
-"""Arithmetic of the inference engines' FP8 index scores: e4m3 rows with one factor each, and ordered sums.
+"""FP8 index scores as inference engines compute them: e4m3 rows, one scale factor each, ordered sums.
 
 The formulas are DeepSeek's ``act_quant`` and ``fp8_index`` (DeepSeek-V3.2-Exp, ``inference/kernel.py``). The
 order of the sums, which they leave open, is fixed here. This is plain PyTorch: it gives the same bits on
@@ -52,8 +52,8 @@ class QuantisedCall(IndexerCall):
 def quantise(rows: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
     """Quantise rows to e4m3 numbers with one factor each: ``values * factors`` approximates ``rows``.
 
-    The factor of a row with infinities or NaN is NaN, and so are its scores, whatever tensor cores make of
-    such rows. In the engines the scores are NaN as well, because zero meets an infinite factor.
+    The factor of a row with infinities or NaN is NaN, which makes its scores NaN on all hardware. Inference
+    engines give NaN too: they multiply zero with an infinite factor.
 
     Args:
         rows: ``[..., dim]``, floating point.
@@ -136,11 +136,11 @@ def longest_key(key: Tensor, factors: Tensor) -> Tensor:
 def largest_difference(query: Tensor, weights: Tensor, length: Tensor, factor: float) -> Tensor:
     """Return a bound on the distance of a row's scores from :func:`exact_scores`, ``[..., rows]``.
 
-    It holds for any other order of fp32 sums. A sum of ``n`` exact numbers, in any order and rounded at each
+    The bound holds for any order of fp32 sums. A sum of ``n`` exact numbers, in any order and rounded at each
     step, is off by at most ``n 2^-24`` times the sum of their magnitudes (Higham, Accuracy and Stability of
-    Numerical Algorithms, section 4.2). For a scalar product this sum is at most the product of both lengths.
-    The roundings are of ``dim`` products, of ``heads`` weighted products, and of the key's factor, on both
-    sides of the comparison.
+    Numerical Algorithms, section 4.2). For a dot product this sum is at most the product of both vectors'
+    lengths. The bound counts the roundings of ``dim`` products, of ``heads`` weighted products and of the
+    key's factor, once for each of the two scores.
 
     Args:
         query: ``[..., rows, heads, dim]``, as in :func:`exact_scores`.

@@ -1,4 +1,4 @@
-"""Quantised selection in plain PyTorch, all at once and in slabs of rows.
+"""FP8 key selection in plain PyTorch: a reference with all scores in memory, and slabs of rows.
 
 The fast backends are in ``cpu.py`` and ``triton.py``.
 """
@@ -21,7 +21,7 @@ ON_NPUS = (
 
 
 class _InFp64(Backend):
-    """Backends that form exact sums in fp64, on devices that have it."""
+    """Backend with exact dot products in fp64; declines devices without fp64."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         """Return why the backend cannot take calls of this shape, or None."""
@@ -40,7 +40,7 @@ class Reference(_InFp64):
 
 
 class Chunked(_InFp64):
-    """Backend that computes the same in slabs of rows of bounded size."""
+    """Backend that computes the reference's selection in slabs of rows of bounded size."""
 
     def select(self, call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
         """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""

@@ -1,4 +1,4 @@
-"""Quantised selection on CPU: fp32 scores with the Lightning Indexer's tiles, and exact scores for near-ties.
+"""FP8 key selection on CPU: fp32 scores with the Lightning Indexer's tiles, exact scores for near-ties.
 
 fp32 sums depend on the library, the processor and the tile, and fp64 takes two to three times as long. So the
 scores are computed in fp32, with a bound per row on their distance from the exact scores. Keys whose scores
@@ -51,16 +51,16 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
 
 
 def _near_the_last(scores: Tensor, slab: Slab, seen: slice, kept: int, difference: Tensor) -> Tensor:
-    """Return the keys that may or may not be among the ``kept`` best of their row by exact scores.
+    """Return the keys for which approximate scores do not decide if they are among the ``kept`` best.
 
-    A key is among the best if its score exceeds the last selected score by more than twice the difference,
-    and is not if it is lower by more than that. All other keys are near, including keys with a NaN score or
-    an infinite difference.
+    A key is selected if its score exceeds the last selected score by more than twice ``difference``, and not
+    selected if it is lower by more than that. All other keys are near, including keys with a NaN score or an
+    infinite ``difference``.
 
     Args:
         scores: ``[g, rows, keys]``, each within the difference of the exact score.
         slab: slab with the starts and ends of the rows.
-        seen: range of keys that the scores belong to.
+        seen: key range of the scores.
         kept: number of keys that a row selects, fewer than there are.
         difference: ``[g, rows]``, bound on the distance from the exact scores.
 

@@ -1,7 +1,7 @@
-"""Quantised selection in Triton, for CUDA devices: the Lightning Indexer's kernels on e4m3 numbers.
+"""FP8 key selection in Triton, for CUDA devices: the Lightning Indexer's kernels on e4m3 numbers.
 
-Keys are quantised once, and rows of queries when their scores are computed. The score kernel multiplies with
-the factors of the keys.
+All keys are quantised at the start, queries when their slab of scores is computed. The score kernel
+multiplies scores with the key factors.
 
 GPUs from compute capability 8.9 on multiply e4m3 numbers. Older GPUs multiply the same numbers in bf16, which
 represents them exactly. The precision of the sums is the tensor cores': see README.md.
@@ -36,7 +36,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
-    """Run the selection on tensors without memory.
+    """Run the selection on meta tensors, to compile the kernels for this shape.
 
     Args:
         shape: shape class of the later calls. The dtype of queries and keys affects only the quantisation.
@@ -48,7 +48,7 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
 
 
 def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
-    """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+    """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""
     dtype = operand_dtype(call.query.device, call.query.shape[3])
     key, of_key = quantise(call.key, call.powers_of_two, dtype)
 
@@ -61,7 +61,7 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
 
 
 def operand_dtype(device: torch.device, head_dim: int) -> torch.dtype:
-    """Return the dtype in which tensor cores take e4m3 numbers exactly.
+    """Return float8 if tensor cores multiply it for this size, else bf16; both represent e4m3 exactly.
 
     Args:
         device: device of the call; in a rehearsal, the rehearsed capability decides.

@@ -1,4 +1,4 @@
-"""Backends of RMSNorm: PyTorch's own, a form with few operations for CPUs, Liger-Kernel, and torch_npu."""
+"""Backends of RMSNorm: PyTorch's function, a version with few operations for CPUs, Liger, and torch_npu."""
 
 from __future__ import annotations
 

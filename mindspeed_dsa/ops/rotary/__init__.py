@@ -20,10 +20,10 @@ OPERATOR = "rotary"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of every row, for tensors of one dtype.
+    """Rotation tables and backend for tensors of one dtype, shared by query and key.
 
     Attributes:
-        implementation: backend that applies it.
+        implementation: backend that applies the rotation.
         width: number of leading dimensions of a head that are rotated.
         layout: positions of the two coordinates of a pair.
         cos, sin: tables from :meth:`Rotator.tables`, broadcast against the rotated dimensions.
@@ -39,12 +39,12 @@ class Rotation:
 
 
 def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend: str = "auto") -> Rotation:
-    """Build the tables for rotating tensors like ``like``, to be shared by all of them.
+    """Select a backend and build the tables for rotating tensors with the shape and dtype of ``like``.
 
     Args:
         angles: ``[rows, ..., width]``, broadcast against the leading dimensions of the heads of ``like``.
             Each angle occurs twice, once for each dimension of its pair.
-        scale: factor of the lengths, YaRN's ``mscale``.
+        scale: factor of cosines and sines, YaRN's ``mscale``.
         layout: positions of a pair's coordinates, see :data:`mindspeed_dsa.ops.rotary.backends.Layout`.
         like: ``[rows, batch, heads, dim]``, tensor with the shape and dtype of the tensors to rotate.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.

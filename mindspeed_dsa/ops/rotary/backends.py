@@ -1,4 +1,4 @@
-"""Backends of the rotation: the formula, a form with few operations for CPUs and GPUs, and torch_npu."""
+"""Backends of the rotation: a reference, a version with few operations for CPUs and GPUs, and torch_npu."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DIM, _BATCH_OR_HEADS = 896, 1000
 
 
 class Rotator(Backend):
-    """Backend of the rotation; its functions take tensors whose last axis has only the rotated dimensions."""
+    """Backend of the rotation; the last axis of all arguments has only the rotated dimensions."""
 
     def plan(self, like: Tensor, angles: Tensor, scale: float, layout: Layout) -> str | None:
         """Return why the backend cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
@@ -40,7 +40,7 @@ class Rotator(Backend):
 
     @abstractmethod
     def backward(self, grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) -> Tensor:
-        """Return the gradient of the tensor."""
+        """Return the gradient of ``tensor``, by the inverse rotation."""
 
 
 class Reference(Rotator):
@@ -61,7 +61,7 @@ class Reference(Rotator):
 
 
 def _turned(tensor: Tensor, layout: Layout) -> Tensor:
-    """Turn every pair ``(x, y)`` to ``(-y, x)``."""
+    """Rotate every pair ``(x, y)`` by 90 degrees to ``(-y, x)``."""
     if layout == "pairs":
         return torch.stack((-tensor[..., 1::2], tensor[..., 0::2]), -1).flatten(-2)  # [..., width]
     first, second = tensor.chunk(2, -1)  # [..., width / 2] each
@@ -79,7 +79,7 @@ def _to_pairs(halves: Tensor) -> Tensor:
 
 
 class Cpu(Rotator):
-    """Few operations: the table of sines includes the signs, so coordinates are only swapped."""
+    """PyTorch with few operations: the sine table includes the signs, so coordinates are only swapped."""
 
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         # In both directions the sine is negative for the first coordinate of a pair.
@@ -129,7 +129,7 @@ class Cuda(Cpu):
 
 
 class Npu(Rotator):
-    """torch_npu's operator: forward with the angle, backward with its negative."""
+    """torch_npu's operator, which also computes the backward, with negated angles."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -92,8 +92,8 @@ def sparse_flash_attention(
             that does not reach the scores, such as ``torch.autograd.grad(out, key_value)``. Two backwards
             through a retained graph call it twice: gradients are right, but side effects such as logging
             happen twice. It should not hold a reference to this function's results, because the two would
-            keep each other alive.
-            :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does its work.
+            keep each other alive. Typically it calls
+            :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient`.
         query_rope: rotary part of the query, ``[batch, query_length, heads, rope]``, if it is a separate
             tensor; ``query`` is then the part before it. npu takes both as they are, other backends
             concatenate them.
@@ -104,8 +104,8 @@ def sparse_flash_attention(
             by backends that autograd differentiates, and by backends that concatenate ``key_rope`` with the
             key.
         key_rope_receiver: tensor with the same role for ``key_rope``.
-        form: form of rows that list all keys that they see, up to ``topk``, as the indexer's do. With it npu
-            need not read the indices from the device. None: npu reads them.
+        form: visibility of the rows, if every row lists all its visible keys up to ``topk``, as the indexer's
+            selections do. With it, npu need not read the indices from the device.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             a form; see :meth:`.RowForm.of_cu_seqlens`.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -253,10 +253,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _SumReceiver(torch.autograd.Function):
-    """Placeholder for the scores in the attention, which sends the probabilities' sum back as its gradient.
+    """Node on ``topk_scores`` whose backward receives the attention sum and calls ``score_gradient``.
 
-    The backward calls the callback with that sum. This is a separate node because autograd runs it only in
-    backwards that ask for the gradient of the scores.
+    The attention returns its sum over heads as the "gradient" of this node's output. It is a separate node so
+    that autograd skips it in backwards that do not need the gradient of the scores.
     """
 
     @staticmethod
@@ -277,7 +277,7 @@ class _SumReceiver(torch.autograd.Function):
 
 
 class _SendSum(torch.autograd.Function):
-    """Send the forward's sum to :class:`_SumReceiver`, for a backend that autograd differentiates."""
+    """Send the forward's attention sum to :class:`_SumReceiver`, for backends without their own backward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, receiver: Tensor, attention_sum: Tensor) -> Tensor:

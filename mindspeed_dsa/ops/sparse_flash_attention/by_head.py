@@ -41,9 +41,9 @@ def is_faster_by_head(
 ) -> bool:
     """Return whether attention by head is faster than in absorbed form.
 
-    It is faster on every device if all keys are selected: attention is then dense, and by head it is a
-    fraction of the work. On CPUs it is also faster if there are not too many keys. Both forms compute the
-    same function, forward and backward; their results differ by rounding.
+    If all keys are selected, attention by head is faster on every device: it is dense, and its keys are
+    narrower. On CPUs it is also faster up to a certain number of keys. Both forms compute the same function,
+    forward and backward; their results differ by rounding.
 
     Args:
         device: device of the computation.
@@ -78,15 +78,15 @@ def _is_slower(
 
 
 def _most_keys(topk: int, heads: int, widths: tuple[int, int]) -> float:
-    """Return the number of keys up to which the form by head is faster, forward and backward together.
+    """Return the number of keys up to which attention by head is faster, forward and backward together.
 
-    That form masks keys, and the absorbed form gathers them once for all heads, so more heads favor the
-    absorbed form. The limit is the one between masking and gathering absorbed keys, times the ratio of
-    widths, because keys by head are narrower. Measured on two busy cores of an x86, in processor time, as a
-    multiple of ``topk``, in fp32 and bf16: with DeepSeek-V3.2's widths 14 with 16 heads, 6 with 64 and 5 with
-    128; with GLM-5's widths 8 to 9 with 16 heads and 4 to 5 with 64. ``python -m benchmarks dsa --only
-    forms`` repeats the measurement. This is a function of sizes rather than a measurement at run time,
-    because all ranks, and all runs of a job, have to agree.
+    Attention by head masks keys, and the absorbed form gathers them once for all heads, so more heads favor
+    the absorbed form. The limit is ``cpu_dense.most_keys``, the limit between masking and gathering absorbed
+    keys, times the ratio of widths, because keys by head are narrower. Measured on two busy cores of an x86,
+    in processor time, as a multiple of ``topk``, in fp32 and bf16: with DeepSeek-V3.2's widths 14 with 16
+    heads, 6 with 64 and 5 with 128; with GLM-5's widths 8 to 9 with 16 heads and 4 to 5 with 64.
+    ``python -m benchmarks dsa --only forms`` repeats the measurement. The limit is not measured at run time,
+    because all ranks, and all runs of a job, must use the same form.
     """
     by_head, absorbed = widths
     return min(cpu_dense.most_keys(heads, topk) * absorbed / by_head, float(_MOST_TIMES * topk))
@@ -106,8 +106,8 @@ def sparse_attention_by_head(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with every head to the keys that its token selected, with separate keys and values per head.
 
-    ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of
-    ``softmax_scale * query[t, h] . key[s, h]``. On CPUs one call computes all heads. Elsewhere, and for far
+    ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of ``softmax_scale
+    * query[t, h] . key[s, h]``. On CPUs one call computes all heads. On other devices, or if there are many
     more keys than are selected, each head is a call of
     :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
 
@@ -222,7 +222,7 @@ class _ByHead(torch.autograd.Function):
 
 
 def _gradients_of_each_head(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients by gathering, so that non-finite ``grad_out`` does not reach masked keys."""
+    """Return the gradients by gathering keys, so that non-finite ``grad_out`` only reaches selected keys."""
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
         out, _ = _each_head(replace(call, query=query, key=key, value=value), False, "cpu")

@@ -55,9 +55,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of query and key_value, given the ``out`` of :func:`forward`.
 
-    ``lse`` is not read: chunks hold complete rows, and their softmax has more digits than one from ``lse``.
-    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
-    gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
+    ``lse`` is not read: chunks hold complete rows, and recomputing their softmax is more accurate than using
+    ``lse``. The third result is the sum of the probabilities over heads, as in :func:`forward`, or None. On a
+    GPU the gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is
+    on.
     """
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
@@ -91,7 +92,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     """Return the probabilities summed over heads: ``[batch, query_length, topk]`` fp32.
 
     Args:
-        call: arguments of the attention, with the query in one piece.
+        call: arguments of the attention, with the rotary part in ``query``.
         lse: log-sum-exp, not read, as in :func:`backward`.
     """
     query, dtype = call.query, wide(call.query.dtype)

@@ -1,6 +1,6 @@
 """Sparse flash attention on CPU: gather the keys of a few queries into cache, then multiply.
 
-The forward has two small products per tile, the backward five. A block holds complete rows, so the softmax
+The forward has two small matmuls per tile, the backward five. A block holds complete rows, so the softmax
 needs no second pass. The sum of the probabilities over heads, the target of the indexer loss, comes at no
 extra cost. The gradient of the keys is added block by block in row order, which makes it deterministic.
 

@@ -1,7 +1,7 @@
 """Sparse flash attention on CPU for few keys, in dense chunks of rows: see ``ops/cpu/chunks.py``.
 
-The mask is how often each row selected each key, its count. A key that is listed twice counts twice, as it
-does when keys are gathered. Masked scores stay finite, because infinities cost up to twenty times the time:
+The mask is a count: how often each row selected each key. A key that is listed twice counts twice, as it does
+when keys are gathered. Masked scores stay finite, because infinities cost up to twenty times the time:
 ``masked_fill_`` with one mask for all heads is slow, and so are MKL's ``exp`` and ``log`` if the result is 0
 or -inf.
 """
@@ -23,7 +23,7 @@ _HIDES = torch.finfo(torch.float32).max
 
 
 def declines(call: AttentionCall, *others: Tensor) -> str | None:
-    """Return why masking is wrong or slower than gathering keys for a call, or None.
+    """Return why masking is unsafe, or slower than gathering keys, for this call; or None.
 
     Args:
         call: arguments of the attention.
@@ -160,7 +160,8 @@ def _sum_heads(
 ) -> None:
     """Sum the probabilities over heads: ``[g, n, heads, width]`` per key -> ``[g, n, topk]`` per entry.
 
-    ``counts`` is set if a row may have selected a key twice: each of the entries then gets its share.
+    ``counts`` is set if a row may have selected a key twice. Duplicate entries then divide the probability
+    equally.
     """
     # The additional last column is the zero that entries without a key read.
     summed = scratch("summed", *probabilities.shape[:2], chunk.width + 1)  # [g, n, width + 1]

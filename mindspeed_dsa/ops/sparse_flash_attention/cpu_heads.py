@@ -1,4 +1,4 @@
-"""Sparse attention by head on CPU: dense products of a chunk of rows with a range of keys, masked.
+"""Sparse attention by head on CPU: dense, masked matmuls of query chunks with a range of keys.
 
 Keys by head are a third as wide as absorbed ones, and nothing is gathered: keys of the range that a row did
 not select are masked. That is less work than the absorbed form unless there are many times as many keys as a
@@ -55,12 +55,12 @@ class HeadsCall(Call):
 
 
 def declines(call: HeadsCall) -> str | None:
-    """Return why the forward must not multiply with masked keys (a product may overflow), or None."""
+    """Return why this module's forward is unsafe for a call (a masked product may overflow), or None."""
     return _not_finite(call.query, call)
 
 
 def declines_gradient(call: HeadsCall, grad_out: Tensor) -> str | None:
-    """Return the same for the backward."""
+    """Return why this module's backward is unsafe for a call (a masked product may overflow), or None."""
     return _not_finite(grad_out, call)
 
 
@@ -198,7 +198,7 @@ def _masked_scores(
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = False) -> None:
-    """Call :func:`product` on ``[g, heads, m, k]`` and ``[g, heads, k, n]`` with flattenable first axes."""
+    """Call :func:`product` on ``[g, heads, m, k]`` and ``[g, heads, k, n]`` with merged leading axes."""
     product(_flat(a), _flat(b), _flat(out), scale, add)
 
 
@@ -213,7 +213,7 @@ def _parts(heads: range, most: int) -> Iterator[slice]:
 
 
 class _Chunk:
-    """The same rows of some sequences, and the range of keys that they selected from."""
+    """The same query rows of several sequences, and the key range that covers their selections."""
 
     def __init__(self, cut: Cut, positions: Tensor, key_length: int) -> None:
         self.at = (cut.batch, cut.rows)

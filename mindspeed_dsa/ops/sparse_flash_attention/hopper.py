@@ -1,7 +1,7 @@
-"""Selection and launch of the Hopper-only kernels, whose warp groups have separate roles.
+"""Selection and launch of the Hopper-only, warp-specialized kernels.
 
-They are written in Gluon, which exposes warp groups and changes from release to release. With untested Triton
-releases, and for other sizes, dtypes and GPUs, the plain Triton kernels run. Both compute the same.
+The kernels are written in Gluon, which exposes warp groups and changes between Triton releases. With untested
+Triton releases, and for other sizes, dtypes and GPUs, the plain Triton kernels compute the same function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def takes_sum(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
 
 
 def _in_lines(tensor: Tensor) -> bool:
-    """Return whether the compiler can prove for every row that 16-byte copies are aligned."""
+    """Return whether base address and strides are multiples of 16, so that 16-byte copies are aligned."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
@@ -127,15 +127,16 @@ def gradients_of_keys(
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
         results: three tensors. Gradients of scores, ``[at least rows, topk, heads]`` in the order of the
-            tiles, with heads padded to a multiple of :func:`backward_heads`. Sum over heads, ``[batch, rows,
-            topk]`` fp32, or None. Gradients of keys, fp32, ``[batch * key_length, dim]`` or
+            tiles, with heads padded to a multiple of :func:`backward_heads`. Sum over heads,
+            ``[batch, rows, topk]`` fp32, or None. Gradients of keys, fp32, ``[batch * key_length, dim]`` or
             ``[at least rows, topk, dim]``.
-        tiles: four tensors. Indices and places of the rows, ``[rows, topk]`` each; all tasks; and the two
-            bounds of these rows' tasks.
+        tiles: four tensors. ``indices`` and ``places`` of :class:`SharedTiles`, ``[rows, topk]`` each; all
+            tasks; and the first and end task of these rows.
         first: batch-wide number of the first row.
         softmax_scale: factor of the scores.
-        atomic: whether to add to ``[batch * key_length, dim]`` with atomics. Otherwise each entry that is a
-            key and not :func:`added_by_others` gets its own row of the gradients of keys.
+        atomic: whether to add to ``[batch * key_length, dim]`` with atomics. Otherwise each valid entry
+            writes its own row of the gradients of keys, except entries for which :func:`added_by_others` is
+            True.
     """
     query, key_value, grad_out, lse, delta = inputs
     grad_scores, summed, grad_keys = results
@@ -156,9 +157,9 @@ def gradients_of_keys(
 def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
     """Return whether :func:`gradients_of_rows` supports these operands.
 
-    With fewer heads, most of a program's 64 heads would be empty, at the same number of additions to the
-    keys' gradients. With at most 128 heads, at most two programs add to the sum over heads, and the order of
-    two terms does not change a sum.
+    With at most 32 heads, most of a program's 64 head slots would be empty, while the number of atomic
+    additions stays the same. With at most 128 heads, at most two programs add to the sum over heads, and the
+    order of two terms does not change a sum.
     """
     return (
         _HEADS // 2 < query.shape[2] <= _SUMMED_HEADS
@@ -174,7 +175,7 @@ def gradients_of_rows(
     lengths: Tensor,
     softmax_scale: float,
 ) -> None:
-    """Compute all gradients; the keys' gradients are added with atomics, in no fixed order.
+    """Compute all gradients; key gradients are added with atomics, in no fixed order.
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
@@ -202,18 +203,19 @@ def gradients_of_rows(
 
 
 def in_order(grad_keys: Tensor) -> Tensor:
-    """Return the keys' gradients, ``[keys, 576]``, with their columns in order.
+    """Restore the column order of ``[keys, 576]`` key gradients.
 
     Args:
-        grad_keys: gradients in the column order of ``hopper_backward_rows_kernel``. Within 16 columns, it
-            keeps the columns of one thread of a product adjacent: two columns, and the two 8 further.
+        grad_keys: gradients in the column order of ``hopper_backward_rows_kernel``. Within every 16 columns,
+            it places the four columns of one thread (``2i``, ``2i + 1``, ``2i + 8``, ``2i + 9``) next to each
+            other.
     """
     # [keys, 36, thread, half, number] -> [keys, 36, half, thread, number] -> [keys, 576]
     return grad_keys.view(len(grad_keys), -1, 4, 2, 2).transpose(2, 3).reshape(grad_keys.shape)
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Return the number of programs that run at once; 1 on devices where the kernels are only compiled."""
+    """Return the number of multiprocessors; 1 on devices where the kernels are only compiled."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

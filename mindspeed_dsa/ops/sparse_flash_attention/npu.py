@@ -41,7 +41,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_call(call: AttentionCall, form: RowForm | None) -> Layout | str:
-    """Return the layout of a call, or a sentence that says why this backend cannot take it."""
+    """Return the operator layout for a call, or why this backend cannot take the call."""
     (batch, length, topk), key_length = call.topk_indices.shape, call.key_value.shape[1]
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:

@@ -42,7 +42,7 @@ class AttentionCall(Call):
     plan: Any = None
 
     def whole(self) -> AttentionCall:
-        """Return the call with the parts of query and key concatenated."""
+        """Return the call with the rotary parts concatenated to ``query`` and ``key_value``."""
         if self.query_rope is None:
             return self
         # query: [batch, query_length, heads, dim + rope]
@@ -56,12 +56,12 @@ class _Attention(Backend, Protocol):
     def plan_call(self, call: AttentionCall, form: RowForm | None, /) -> Any:
         """Return the call's plan, or why it is declined: see :func:`mindspeed_dsa.ops.backend.plan`.
 
-        ``form`` is the form of the selection if the host knows it.
+        ``form`` describes the rows' visible keys if the host knows them, else it is None.
         """
 
 
 class AutogradAttention(_Attention, Protocol):
-    """Backend whose forward autograd differentiates."""
+    """Backend without its own backward: autograd differentiates its forward."""
 
     KIND: Literal["autograd"]
 

@@ -1,10 +1,10 @@
-"""Key tiles that neighboring rows share: their keys are gathered, and their gradients added, only once.
+"""Key tiles shared by neighboring query rows, gathered once, with gradients added to memory once.
 
 Neighboring rows select mostly the same keys. Each row's entries are reordered: first whole tiles of keys that
 four neighbors have in common, then whole tiles that two of them have, then the rest. Shared keys are at the
-same positions in all rows that share them. A row keeps its entries and their number, so unshared keys cost
-nothing extra. The backward processes a shared tile as one row with two or four times the heads: the sum over
-these rows is formed in registers and written once.
+same positions in all rows that share them. Rows keep all their entries, so unshared keys cost nothing extra.
+The backward processes a shared tile as if it were one row with two or four times the heads. The sum over the
+sharing rows is formed in registers and written once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ABREAST = 64
 
 
 class SharedTiles(NamedTuple):
-    """Entries of some rows in the order in which the backward processes them."""
+    """Selected entries of some rows, reordered into shared tiles for the backward."""
 
     indices: Tensor
     """``[rows, topk]`` int32: keys of each row, reordered."""
@@ -47,9 +47,8 @@ def share_tiles(
 ) -> SharedTiles:
     """Reorder the entries of some rows as :class:`SharedTiles` describes.
 
-    Neighbors are four rows whose batch-wide numbers, counted from ``first``, start at a multiple of four.
-    They share nothing if they are of two sequences, or if one row's entries do not ascend or contain an entry
-    without a key before its last key.
+    Rows are grouped by four, counted from ``first``. A group shares nothing if it spans two sequences, or if
+    the entries of one of its rows do not ascend or contain an invalid entry before the last key.
 
     Args:
         indices: ``[rows, topk]`` int32, contiguous, with at most :data:`MOST_ENTRIES` entries per row.
@@ -124,7 +123,7 @@ def whole_chunk(rows: int) -> int:
 
 
 def added_by_others(ends: Tensor, topk: int) -> Tensor:
-    """Return bool ``[rows, topk]``: whether an entry's gradient is part of an earlier row's sum."""
+    """Return ``[rows, topk]`` bool: True where an earlier row's shared tile includes the entry's gradient."""
     position = torch.arange(topk, device=ends.device)  # [topk]
     row = torch.arange(len(ends), device=ends.device)[:, None]  # [rows, 1]
     by_four = (position < ends[:, :1]) & (row % FELLOWS != 0)

@@ -1,10 +1,10 @@
 """Sparse flash attention in Triton, for CUDA devices.
 
-The backward recomputes the probabilities once, one tile of keys at a time over all heads. A program writes
-the gradient of a key once per row that selected it, for any number of heads. On Hopper it writes it once for
-up to four neighboring rows that selected it. The gradient of the scores passes through memory to a second
-kernel, a plain product with the gathered keys. Rows are cut into chunks that bound this memory. With more
-than 32 heads on Hopper one kernel computes all gradients of a row, with sums in no fixed order.
+The backward recomputes the probabilities once, one tile of keys at a time over all heads. The gradient of a
+key is written once per row that selected it, for any number of heads, and on Hopper once per up to four
+neighboring rows. The gradient of the scores is stored in memory for a second kernel, which multiplies it with
+the gathered keys. Rows are split into chunks that bound this memory. With more than 32 heads on Hopper one
+kernel computes all gradients of a row, with sums in no fixed order.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def rehearse(
     keys: int = REHEARSED_KEYS,
     sums: tuple[bool, ...] = (True, False),
 ) -> None:
-    """Run the forward and the backward, with and without the sum over heads, on tensors without memory."""
+    """Run forward and backward on meta tensors, with and without the sum, to compile the kernels."""
     heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
     query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
     indices = meta(1, rows, shape["topk"], dtype=torch.int32)
@@ -234,7 +234,7 @@ def _backward_by_tiles(
     lengths: Tensor,
     deterministic: bool,
 ) -> None:
-    """Compute gradients of keys and scores per chunk of rows, and from the scores' the queries' gradient."""
+    """Compute key and score gradients per chunk of rows, then query gradients from score gradients."""
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_key_value, summed = results
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
@@ -312,7 +312,7 @@ def _backward_by_tiles(
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, keys and indices in the layout that kernels take."""
+    """Return query, keys and indices in the layout that the kernels require."""
     return dense_rows(call.query), dense_rows(call.key_value), packed_indices(call.topk_indices)
 
 
@@ -336,7 +336,7 @@ def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
 
 
 def _forward_tiles(query: Tensor, heads: int) -> dict[str, Any]:
-    """Return the tiles. A program keeps a BLOCK_H x 512 output in registers: 64 heads fill 8 warps."""
+    """Return the tile sizes. A program keeps a BLOCK_H x 512 output in registers: 64 heads fill 8 warps."""
     memory = shared_memory(query.device)
     if query.dtype == torch.float32:
         return _tiles(16, 16, 8, 2 if memory > SMALL else 1)
@@ -358,7 +358,7 @@ def _sum_tiles(query: Tensor, heads: int) -> dict[str, Any]:
 
 
 def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
-    """Return the tiles. A program keeps a BLOCK_N x 576 gradient in registers and streams the queries."""
+    """Return the tile sizes. A program keeps a BLOCK_N x 576 gradient in registers, looping over heads."""
     memory = shared_memory(query.device)
     if query.dtype == torch.float32:  # queries and output gradients are 2 x BLOCK_H rows of shared memory
         # One head leaves half of 16 rows empty, and heads of 256 + 256 numbers would spill 1.7 KB per thread.
@@ -370,11 +370,11 @@ def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
 
 
 def _backward_query_tiles(query: Tensor, heads: int, value_dim: int) -> dict[str, Any]:
-    """Return the forward's tiles, or others for warp group products.
+    """Return the tile sizes: the forward's, or special ones for warp group products.
 
-    Without warp groups at most 32 heads are taken, because products of single warps keep more in registers.
-    Warp groups take small tiles of keys with many loads in flight. With 128 heads each program takes half of
-    the columns, so that keys are gathered once.
+    Without warp groups a block has at most 32 heads, because products of single warps need more registers.
+    With warp groups, key tiles are small and many loads are in flight. With 128 heads each program computes
+    half of the columns, so that keys are gathered once.
     """
     if shared_memory(query.device) < LARGE:
         return _forward_tiles(query, min(heads, 32)) | {"PARTS": 1}

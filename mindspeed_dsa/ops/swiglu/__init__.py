@@ -1,4 +1,4 @@
-"""SwiGLU: ``silu(gate) * up`` for rows that hold both halves, with an optional bias and factor per row."""
+"""SwiGLU: ``silu(gate) * up`` on concatenated ``[gate, up]``, with optional bias and per-row scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends of SwiGLU: autograd, a form with few operations for CPUs, Liger-Kernel on GPUs, and torch_npu."""
+"""Backends of SwiGLU: autograd, a version with few operations for CPUs, Liger-Kernel, and torch_npu."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reference(SwiGLU):
 
 
 class GradientSwiGLU(SwiGLU):
-    """Backend with its own backward; bias and scale are handled outside of it."""
+    """Backend with its own backward; its callers apply bias and scale."""
 
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         output: Tensor = _SwiGLU.apply(self, gate_up, bias, scale)
@@ -54,13 +54,13 @@ class GradientSwiGLU(SwiGLU):
     ) -> tuple[Tensor, Tensor] | None:
         """Return the gradients of ``gate_up`` and ``scale`` in one pass; all tensors are fp32, or all fp64.
 
-        None if the backend computes them one after the other.
+        Returns None if the backend has no fused version.
         """
         return None
 
 
 class Cpu(GradientSwiGLU):
-    """PyTorch operations; intermediate results that both gradients share are computed once."""
+    """PyTorch operations; intermediates common to the gate and up gradients are computed once."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
@@ -83,7 +83,7 @@ class Cpu(GradientSwiGLU):
 
 
 class Cuda(GradientSwiGLU):
-    """Liger-Kernel's kernels for rows that hold gate and up."""
+    """Liger-Kernel's kernels for concatenated ``[gate, up]`` rows."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return liger.unavailable(shape, shape["ffn"])

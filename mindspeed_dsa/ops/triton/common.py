@@ -1,7 +1,7 @@
 """Helpers of the Triton backends: support checks, tile sizes, and gradients of gathered rows.
 
-Tile sizes come from small tables instead of `triton.autotune`. Ranks that tune for themselves may choose
-different tiles, hence other summation orders, and then select different keys for the same inputs.
+Tile sizes come from small tables instead of `triton.autotune`. If each rank autotuned, ranks could use
+different tiles, hence different summation orders, and select different keys for the same inputs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def interpreted() -> bool:
 
 
 def unsupported_here(shape: ShapeClass) -> str | None:
-    """Return why no kernel can run on the device or with the dtype of this shape class, or None."""
+    """Return why the device or dtype of this shape class rules out all Triton kernels, or None."""
     reason = unsupported_dtype(shape.dtype)
     if reason is not None:
         return reason
@@ -168,14 +168,14 @@ def unsupported_here(shape: ShapeClass) -> str | None:
 
 
 def fails_to_compile(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
-    """Return why calls of this shape class cannot run on the device of their tensors, or None.
+    """Return why the kernels for this shape class do not compile or load on the device, or None.
 
-    Compiles and loads the kernels that the calls will launch, so that device limits and compiler errors show
-    up here and not in the middle of a step.
+    Compiles and loads the kernels in advance, so that device limits and compiler errors show up here and not
+    in the middle of a step.
 
     Args:
         shape: shape class of the calls; only for GPUs is anything compiled.
-        rehearse: function that makes these calls on tensors without memory.
+        rehearse: function that makes the calls on meta tensors.
     """
     if shape.device != "cuda" or not torch.cuda.is_available() or interpreted():
         return None
@@ -193,7 +193,7 @@ def unsupported_dtype(dtype: torch.dtype) -> str | None:
 
 
 def unsupported_dims(value_dim: int, tail_dim: int) -> str | None:
-    """Return why a main key with parts of these sizes is not supported, or None."""
+    """Return why main-attention keys of this value and rotary size are not supported, or None."""
     padded = block(value_dim) + (block(tail_dim) if tail_dim else 0)
     if padded <= _MAX_PADDED_DIM:
         return None
@@ -204,18 +204,18 @@ def unsupported_dims(value_dim: int, tail_dim: int) -> str | None:
 
 
 def block(size: int) -> int:
-    """Return the smallest block of a product that holds ``size``."""
+    """Return the smallest ``tl.dot`` block size that is at least ``size``."""
     return max(MIN_BLOCK, triton.next_power_of_2(size))
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Split a key size into a power of two and the rest, for kernels that do not use a value part."""
+    """Split a key size into a power of two and a remainder, for kernels that do not read values."""
     first = min(1 << (dim.bit_length() - 1), 512)
     return first, dim - first
 
 
 def dim_blocks(value_dim: int, dim: int) -> dict[str, Any]:
-    """Return the constants of kernels that read main keys."""
+    """Return the constexpr arguments for kernels that read main-attention keys."""
     tail = dim - value_dim
     return {
         "VALUE_DIM": value_dim,
@@ -233,8 +233,8 @@ def widen(tensor: Tensor) -> bool:
 def dense_rows(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if its last dimension is strided, with strides of size-1 axes set to 0.
 
-    A stride over one element may be anything. For example, einsum leaves 1 in the gradient of a batch of one,
-    and :func:`aligned` would then reject the tensor.
+    The stride of a size-1 axis is arbitrary. For example, einsum gives stride 1 to the gradient of a batch of
+    one, and :func:`aligned` would then reject the tensor.
     """
     if tensor.stride(-1) != 1:
         return tensor.contiguous()
@@ -291,8 +291,8 @@ def key_ids(indices: Tensor, first: int, rows_per_batch: int, key_length: int, k
 def tile_bytes(total: Tensor) -> int:
     """Return the bytes of fp32 tiles to collect before :func:`add_rows_by_key` adds them to ``total``.
 
-    Each addition reads and writes all of ``total``; at 8 times its size that is an eighth of the tiles'
-    traffic.
+    Each addition reads and writes all of ``total``. With tiles of 8 times its size, this is an eighth of the
+    memory traffic for tiles.
     """
     return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
 
@@ -309,7 +309,7 @@ def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
 
 
 class KeyOrder(NamedTuple):
-    """Entries of rows, chunk by chunk, in the order in which their tiles are added to the keys."""
+    """Sort order of selected entries by key, per chunk of rows, for deterministic sums."""
 
     entries: Tensor
     """Entry numbers, counted over the rows."""
@@ -320,7 +320,7 @@ class KeyOrder(NamedTuple):
 
 
 def order_by_key(ids: Tensor, keys: int, chunk: int) -> KeyOrder:
-    """Sort the entries of many chunks of rows at once, because a small sort costs as much as a large one.
+    """Sort the entries of each chunk of rows by key, with one sort for all chunks.
 
     Args:
         ids: ``[rows, topk]`` int64 key numbers below ``keys``; ``keys`` for entries without a key.
@@ -333,7 +333,8 @@ def order_by_key(ids: Tensor, keys: int, chunk: int) -> KeyOrder:
     # A radix sort of half as many bits takes half of the passes.
     dtype = torch.int32 if parts * span < 2**31 else torch.int64
     part = torch.arange(rows, device=ids.device) // chunk  # [rows]
-    # Stable, so that each key's entries stay in row order.
+    # One sort for all chunks, because a small sort costs as much as a large one. It is stable, so that each
+    # key's entries stay in row order.
     by_key, entries = (ids + (part * span)[:, None]).to(dtype).flatten().sort(stable=True)  # [rows * topk]
     starts = torch.arange(parts * span, device=ids.device, dtype=dtype)  # [parts * span]
     return KeyOrder(entries, torch.searchsorted(by_key, starts), chunk * topk)

@@ -1,4 +1,4 @@
-"""Target GPU of the Triton kernels, their launch, and their compilation ahead of the launch."""
+"""Launch of Triton kernels, their target GPU, and compilation without a launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class DoesNotCompile(RuntimeError):
 def capability_of(device: torch.device) -> int:
     """Return ten times the compute capability for which kernels on ``device`` are compiled.
 
-    Inside :func:`rehearsal` it is the rehearsed GPU's; without a GPU, as in the interpreter, it is Hopper's.
+    Inside :func:`rehearsal` this is the capability passed to it. Without a GPU, as in the interpreter, it is
+    Hopper's.
     """
     rehearsed = _rehearsal.get()
     if rehearsed is not None:
@@ -44,7 +45,7 @@ def capability_of(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory per program on ``device``, from :data:`SMALL` to :data:`LARGE`."""
+    """Return the available shared memory per program in bytes, from :data:`SMALL` to :data:`LARGE`."""
     capability = capability_of(device)
     if capability in (80, 87):
         return 163 << 10
@@ -52,15 +53,15 @@ def shared_memory(device: torch.device) -> int:
 
 
 def on_blackwell(device: torch.device) -> bool:
-    """Return whether the device has tensor memory; tiles of products then need more shared memory."""
+    """Return whether the device has tensor memory, which makes product tiles need more shared memory."""
     return capability_of(device) // 10 == 10
 
 
 @contextmanager
 def rehearsal(capability: int, visit: Callable[[Any], object]) -> Iterator[None]:
-    """Compile kernels inside the block, or look them up, instead of launching them.
+    """Only compile the kernels that the block would launch, or look them up in the cache.
 
-    Tensors may be on ``meta``.
+    Tensors may be meta tensors.
 
     Args:
         capability: compute capability, times ten, of the GPU whose tile sizes are used.
@@ -104,5 +105,5 @@ def load(kernel: Any) -> None:
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without memory, for rehearsals."""
+    """Return an empty meta tensor, for :func:`rehearsal`."""
     return torch.empty(shape, dtype=dtype, device="meta")
