@@ -176,15 +176,15 @@ def without_loss(mode: str) -> dict[str, Any]:
     model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
     model.train(mode != "evaluation")
     graphs = 0
-    index_inputs = core_attention.index_inputs
+    start_index = core_attention.start_index
 
-    def watched(*args: Any) -> Any:
+    def watched(call: Any) -> Any:
         nonlocal graphs
-        inputs = index_inputs(*args)
-        graphs += inputs.query.requires_grad
-        return inputs
+        under_way = start_index(call)
+        graphs += under_way.wait().query.requires_grad
+        return under_way
 
-    core_attention.index_inputs = watched
+    core_attention.start_index = watched
     try:
         names = ("sparse_loss", "dense_loss")
         with counted(sparse_attention, *names) as counts, torch.set_grad_enabled(mode != "no_grad"):
@@ -192,7 +192,7 @@ def without_loss(mode: str) -> dict[str, Any]:
             if mode != "no_grad":
                 loss.backward()
     finally:
-        core_attention.index_inputs = index_inputs
+        core_attention.start_index = start_index
     grads = [p.grad for name, p in model.named_parameters() if "indexer" in name]
     return {
         "losses computed": sum(counts.values()),

@@ -63,9 +63,11 @@ def step(
             regions.operator_by_operator() if compiles else contextlib.nullcontext(),
         ):
             result = tiny.one_step(switches, overrides, **arguments)
+            # Before the counters' own patches end, which would look like those of other code.
+            working = at_work()
         for (operator, _), calls in (backend.calls() - before).items():
             counts[f"operator {operator}"] += calls
-        found = {**result, "counts": dict(counts), "ahead": ahead(), "at work": at_work()}
+        found = {**result, "counts": dict(counts), "ahead": ahead(), "at work": working}
         return {**found, "compiled": compiled() if compiles else []}
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.matrix.record import Note
 from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
+from tests.matrix.test_weights_in_training import CHECKPOINTS
 
 pytestmark = [
     pytest.mark.releases(">=0.12.1"),
@@ -33,7 +34,8 @@ V = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
     """Train, evaluate and save every five steps; then repeat the second half from the first save."""
     saved = folder / "checkpoints"
-    flags = f"{flags} --ckpt-format torch_dist --save {saved} --save-interval {HALF}"
+    way = "torch_dist" if CHECKPOINTS else "torch"
+    flags = f"{flags} --ckpt-format {way} --save {saved} --save-interval {HALF}"
     unbroken = pretrain(folder / "unbroken", flags, layout, steps=STEPS, interval=HALF)
     shutil.rmtree(saved / f"iter_{STEPS:07d}")
     (saved / "latest_checkpointed_iteration.txt").write_text(str(HALF), encoding="utf-8")
