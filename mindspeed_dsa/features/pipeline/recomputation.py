@@ -1,7 +1,7 @@
-"""Recomputation of part of a forward in backward, under the conditions of Megatron's checkpoint.
+"""Helpers to recompute part of a forward in backward, as Megatron's checkpoint does.
 
 Megatron's checkpoint saves a function's inputs and random states, and calls the function again when its
-gradient arrives. Recomputing only parts, or recomputing earlier, needs the same conditions.
+gradient arrives. Code that recomputes only parts of a layer, or earlier, must restore the same states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_dsa.feature import Megatron
 
 @runtime_checkable
 class RunsAgain(Protocol):
-    """Layer of one forward that a paired schedule recomputes in two parts, each of them once.
+    """Interface of a paired layer that backward recomputes in two parts, each once.
 
     Attributes:
         runs_again: whether backward recomputes this layer.
@@ -26,10 +26,10 @@ class RunsAgain(Protocol):
     runs_again: bool
 
     def recompute_before(self) -> None:
-        """Recompute the part before the experts, and start its dispatch again."""
+        """Recompute the part before the experts, and repeat its dispatch."""
 
     def recompute_experts(self) -> None:
-        """Recompute the experts and the rest."""
+        """Recompute the experts."""
 
 
 RandomStates = Any
@@ -37,18 +37,18 @@ RandomStates = Any
 
 
 def random_states(megatron: Megatron) -> RandomStates:
-    """Return the current random states."""
+    """Return the current random number generator states."""
     return megatron("core.tensor_parallel.random")._get_all_rng_states()
 
 
 def set_random_states(megatron: Megatron, states: RandomStates) -> None:
-    """Restore states returned by :func:`random_states`."""
+    """Restore random number generator states returned by :func:`random_states`."""
     megatron("core.tensor_parallel.random")._set_all_rng_states(*states)
 
 
 @contextlib.contextmanager
 def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
-    """Run the block with gradients enabled and with the random states of a forward; restore them after.
+    """Context with gradients enabled and the random states of an earlier forward; restores them on exit.
 
     Args:
         megatron: the session's accessor of Megatron's modules.
@@ -62,7 +62,7 @@ def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checkpointing(megatron: Megatron) -> Iterator[None]:
-    """Set Megatron's flag that a checkpointed function is running; releases before 0.16 have none."""
+    """Context that sets Megatron's flag for checkpointed functions, which releases before 0.16 lack."""
     random = megatron("core.tensor_parallel.random")
     getattr(random, "_set_checkpointing", lambda: None)()
     try:

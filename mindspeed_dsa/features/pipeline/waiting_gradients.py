@@ -1,7 +1,7 @@
-"""Weight gradients that a pipeline's backwards leave for later, by chunk and microbatch.
+"""Deferred weight gradients of a pipeline schedule, by chunk and microbatch.
 
-A schedule with a split backward first computes input gradients, since other ranks wait for them. It computes
-weight gradients when it has time::
+A split backward first computes only input gradients, because other ranks wait for them. The schedule computes
+the weight gradients later, when the rank would idle::
 
     waiting = WaitingGradients(chunks, microbatches, megatron)
     with waiting.step():                          # around all of a training step's forwards and backwards
@@ -11,9 +11,8 @@ weight gradients when it has time::
         waiting.ran_backward(chunk)
         waiting.run(chunk, microbatch)            # any time later: once for every chunk and microbatch
 
-A weight still gets its gradient through autograd, once per microbatch, so that all hooks of data parallelism
-run. Some gradients are computed in backward as usual: for embeddings, norms, routers and biases, and for any
-weight of a layer that does not call
+A weight still gets its gradient through autograd, once per microbatch, so that the data parallel hooks run.
+Not deferred are the gradients of embeddings, norms, routers and biases, and of layers that do not call
 :func:`~mindspeed_dsa.parallel.weight_gradients.deferred_gradient_of`.
 """
 
@@ -46,8 +45,8 @@ class WaitingGradients:
         megatron: the session's accessor of Megatron's modules.
 
     Attributes:
-        most_bytes: peak memory of the operands of waiting gradients, in bytes.
-        most_units: peak number of pairs of chunk and microbatch with waiting gradients.
+        most_bytes: peak memory of the operands of deferred gradients, in bytes.
+        most_units: peak number of backwards with deferred gradients.
     """
 
     def __init__(self, chunks: Sequence[Any], microbatches: int, megatron: Megatron) -> None:
@@ -61,9 +60,9 @@ class WaitingGradients:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step inside the block; a chunk is reduced after the last of its gradients.
+        """Context around a step: postpone each chunk's gradient reduction until its last weight gradient.
 
-        Gradients that still wait are computed before Megatron finalizes the gradients.
+        Gradients that are still deferred at the end are computed before ``finalize_model_grads_func``.
         """
         config = self._config
         names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
@@ -80,23 +79,23 @@ class WaitingGradients:
                 setattr(config, name, value)
 
     def deferring(self, chunk: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Defer the weight gradients of linear layers called inside the block."""
+        """Return a context that defers the weight gradients of linear layers called inside."""
         queue = self._queues.setdefault((chunk, microbatch), [])
         return queue_gradients(self._weights[chunk], queue)
 
     def ran_backward(self, chunk: int) -> None:
-        """Record that one backward of the chunk is done; its weight gradients may be left."""
+        """Record that a backward of the chunk has run; its weight gradients may be deferred."""
         self._reductions[chunk].in_backward()
         waiting = [queue for queue in self._queues.values() if queue]
         self.most_units = max(self.most_units, len(waiting))
         self.most_bytes = max(self.most_bytes, _bytes(entry for queue in waiting for entry in queue))
 
     def run(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients of one backward. Does nothing if they are done.
+        """Compute the deferred weight gradients of one backward. Does nothing if they are computed already.
 
         Args:
             chunk: index of the backward's chunk.
-            microbatch: index of its microbatch.
+            microbatch: index of the microbatch.
         """
         queue = self._queues.pop((chunk, microbatch), None)
         if queue is None:
@@ -111,7 +110,7 @@ class WaitingGradients:
             reduction.all_there()
 
     def left_nothing(self, chunk: int) -> None:
-        """Record a backward without deferred weight gradients: its forward was not :meth:`deferring`."""
+        """Record that a backward has no deferred weight gradients, because :meth:`deferring` was not used."""
         if self._is_last(chunk):
             self._reductions[chunk].all_there()
 
@@ -120,14 +119,14 @@ class WaitingGradients:
         return self._left[chunk] == 0
 
     def run_all(self) -> None:
-        """Compute all waiting weight gradients, in the order of their forwards."""
+        """Compute all deferred weight gradients, in the order of their forwards."""
         for unit in list(self._queues):
             self.run(*unit)
 
     # -- reduction over data parallel ranks --------------------------------------------------------
 
     def _no_sync(self, given: Any) -> Any:
-        """Wrap the configuration's ``no_sync_func``, a function for all chunks or a list."""
+        """Wrap the configuration's ``no_sync_func``: one function for all chunks, or a list."""
         if given is None:
             return None
         if not isinstance(given, list):
@@ -140,7 +139,7 @@ class WaitingGradients:
         return [reduction.no_sync for reduction in self._reductions]
 
     def _reduce_later(self, given: Any) -> Any:
-        """Wrap the configuration's ``grad_sync_func``, a function for all chunks or a list."""
+        """Wrap the configuration's ``grad_sync_func``: one function for all chunks, or a list."""
         if given is None:
             return None
         functions = given if isinstance(given, list) else [given for _ in self._reductions]
@@ -160,7 +159,7 @@ class WaitingGradients:
         return grad_sync
 
     def _run_before(self, given: Any) -> Any:
-        """Wrap the configuration's ``finalize_model_grads_func``: run waiting gradients first."""
+        """Wrap the configuration's ``finalize_model_grads_func``: compute deferred gradients first."""
         if given is None:
             return None
 
@@ -172,7 +171,7 @@ class WaitingGradients:
 
 
 class _NoSync:
-    """Megatron's ``no_sync`` context of a chunk, which can be left and entered again."""
+    """Megatron's ``no_sync`` context of a chunk, which can be exited and entered again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -180,7 +179,7 @@ class _NoSync:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Suppress reduction inside the block, on behalf of the schedule."""
+        """Context used by the schedule: disable reduction."""
         self._switch(True)
         try:
             yield
@@ -189,12 +188,12 @@ class _NoSync:
 
     @property
     def is_on(self) -> bool:
-        """Return whether reduction is suppressed now."""
+        """Return whether reduction is disabled now."""
         return self._entered is not None
 
     @contextlib.contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Suppress reduction inside the block, or allow it."""
+        """Context that disables reduction (``on``), or enables it."""
         before = self.is_on
         self._switch(on)
         try:
@@ -215,15 +214,16 @@ class _NoSync:
 
 
 class _Reduction:
-    """Time at which a chunk's gradients are reduced under ``--overlap-grad-reduce``.
+    """Control of the point at which a chunk's gradients are reduced under ``--overlap-grad-reduce``.
 
-    If the schedule allows reduction during the chunk's last backward, the last microbatch's gradients are
-    reduced as they are computed. Otherwise the reduction starts where the schedule starts it, but not before
-    the chunk's last gradient.
+    If the schedule leaves ``no_sync`` for the chunk's last backward, gradients of the last microbatch are
+    reduced as they are computed. If the schedule calls ``grad_sync_func`` instead, the call is postponed
+    until the chunk's last weight gradient is computed.
 
     Attributes:
-        no_sync: context that suppresses the chunk's reduction. ``None``: it is reduced only at the end.
-        start: reduction requested by the schedule, to be called after the last gradient.
+        no_sync: context that disables the chunk's reduction. ``None``: gradients are reduced at the end of
+            the step.
+        start: postponed call of ``grad_sync_func``, or ``None``.
     """
 
     def __init__(self) -> None:
@@ -232,25 +232,25 @@ class _Reduction:
         self._at_once = False
 
     def in_backward(self) -> None:
-        """Record whether the schedule allows reduction during this backward."""
+        """Record whether the schedule has reduction enabled in this backward."""
         self._at_once = self._at_once or (self.no_sync is not None and not self.no_sync.is_on)
 
     def reducing(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for computing one microbatch's gradients."""
+        """Return a context for computing one microbatch's weight gradients, with or without reduction."""
         if self.no_sync is None:
             return contextlib.nullcontext()
         # Reduce only with the last microbatch, and only if the schedule allowed it in its backward.
         return self.no_sync.switched(not (last and self._at_once))
 
     def all_there(self) -> None:
-        """Start the requested reduction, if any."""
+        """Make the postponed ``grad_sync_func`` call, if any."""
         start, self.start = self.start, None
         if start is not None:
             start()
 
 
 def _weights(chunk: Any, megatron: Megatron) -> Iterator[Tensor]:
-    """Yield trained matrices except embeddings, whose lookups contribute gradients of another kind."""
+    """Yield trained matrices except embeddings, whose gradients do not come from a matmul."""
     embedding = megatron("core.tensor_parallel.layers").VocabParallelEmbedding
     apart = {id(module.weight) for module in chunk.modules() if isinstance(module, embedding)}
     for weight in chunk.parameters():
@@ -260,7 +260,7 @@ def _weights(chunk: Any, megatron: Megatron) -> Iterator[Tensor]:
 
 
 def give(queue: list[Queued]) -> None:
-    """Compute the queued gradients weight by weight through autograd, and release operands on the way."""
+    """Compute the queued gradients one weight at a time through autograd, and free their operands."""
     while queue:
         with torch.enable_grad():
             late = _taken_out(queue)
@@ -269,7 +269,7 @@ def give(queue: list[Queued]) -> None:
 
 
 def _taken_out(queue: list[Queued]) -> DeferredGradient:
-    """Remove the first weight's entries from the queue; return them as one deferred gradient."""
+    """Remove all entries of the first weight from the queue; return them as one deferred gradient."""
     weight = queue[0].weight
     late = DeferredGradient(weight)
     for entry in [entry for entry in queue if entry.weight is weight]:
@@ -279,7 +279,7 @@ def _taken_out(queue: list[Queued]) -> DeferredGradient:
 
 
 def _bytes(queued: Iterable[Queued]) -> int:
-    """Return the memory of all operands in bytes, counting each storage once."""
+    """Return the memory of all operands in bytes. Each storage counts once."""
     # Operands may be views of one storage.
     storages = {
         storage.data_ptr(): storage.nbytes()

@@ -1,4 +1,4 @@
-"""Feature ``dualpipev``: two chunks per pipeline rank in the shape of a V, and their schedule."""
+"""Feature ``dualpipev``: DualPipeV schedule, with two chunks per pipeline rank placed in the shape of a V."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CHUNKS = 2
 
 @dataclass(frozen=True)
 class Options:
-    """Abilities of the installed release, and other features that change the schedule.
+    """Options of DualPipeV, including capabilities of the Megatron release.
 
     Attributes:
-        places_prediction: whether the release places multi-token prediction layers by the layout.
-        paired: whether forwards and backwards run as pairs.
-        split: whether weight gradients that would hold up another rank are deferred.
+        places_prediction: whether Megatron's pipeline layout also places multi-token prediction layers.
+        paired: whether forwards and backwards run as pairs (``--moe-fb-overlap``).
+        split: whether weight gradients that would delay another rank are deferred.
     """
 
     places_prediction: bool
@@ -55,7 +55,7 @@ class Options:
 
 
 def dualpipev_wanted(settings: Any) -> bool:
-    """Return whether the schedule is selected, or only its flag is given, which is then refused."""
+    """Return whether the schedule or a flag of it is set. A flag without the schedule is an error."""
     return settings.schedules_method == "dualpipev" or bool(settings.dualpipev_dw_detach)
 
 
@@ -75,7 +75,7 @@ _OTHER_SPLITS = {
 
 
 def even_layout(args: Any) -> str | None:
-    """Return a layout with equal chunks, or ``None`` if a layout is given or the layers do not divide.
+    """Return a layout with equal chunks. ``None`` if one is given or the layers do not divide evenly.
 
     Args:
         args: job arguments, or a model configuration.
@@ -89,7 +89,7 @@ def even_layout(args: Any) -> str | None:
 
 
 def deal_out(args: Any) -> list[str]:
-    """Set the layout with equal chunks, unless the job has a layout; return sentences for the log."""
+    """Set a layout with equal chunks, unless the job has a layout; return log messages."""
     layout = even_layout(args)
     if layout is None or not hasattr(args, "pipeline_model_parallel_layout"):
         return []
@@ -98,12 +98,12 @@ def deal_out(args: Any) -> list[str]:
 
 
 def rewrite_arguments(args: Any) -> list[str]:
-    """Set the layout and serve ``--delay-wgrad-compute``; for ``Feature.rewrite``."""
+    """Set the layout, and replace ``--delay-wgrad-compute`` by our deferral; a ``Feature.rewrite``."""
     return [*deal_out(args), *serve_without_transformer_engine(args, DETACH)]
 
 
 def check_chunks_of_v(args: Any) -> Iterator[str]:
-    """Yield the reasons why layers cannot be distributed in the shape of a V."""
+    """Yield reasons why the layers cannot be split into V-shaped chunks."""
     ranks = argument(args, "pipeline_model_parallel_size") or 1
     if ranks == 1:
         yield f"{FLAG} needs a pipeline; set --pipeline-model-parallel-size to 2 or more, or omit it"
@@ -159,7 +159,7 @@ _REFUSED = {
 
 
 def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
-    """Yield the problems of a job's arguments, or of a model configuration."""
+    """Yield problems with job arguments or a model configuration."""
     # Model configurations have no schedules_method.
     if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
         yield f"{DETACH} is about a schedule that is not chosen; add {FLAG}, or omit it"
@@ -197,7 +197,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
 
 
 def _saves_slices(args: Any) -> bool:
-    """Return whether Megatron saves or expects optimizer state in an order that depends on the layout."""
+    """Return whether optimizer state is saved or loaded in an order that depends on the layout."""
     name = "dist_ckpt_optim_fully_reshardable"
     if not argument(args, "use_distributed_optimizer") or getattr(args, name, True):
         return False
@@ -207,7 +207,7 @@ def _saves_slices(args: Any) -> bool:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    """Refuse training steps with too few microbatches; evaluations may have any number."""
+    """Yield a problem for too few microbatches in training; evaluation accepts any number."""
     ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
     needed = CHUNKS * ranks
     if steps is not None and (count := steps.microbatches) < needed:
@@ -218,7 +218,7 @@ def _check_microbatches(args: Any) -> Iterator[str]:
 
 
 def refuse_before_megatron(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``validate_args``: check the layers first, since Megatron's message would mislead."""
+    """Wrap ``validate_args``: check the layers first, because Megatron's own message would mislead."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         require(context, lambda arguments, _: check_chunks_of_v(arguments), args)

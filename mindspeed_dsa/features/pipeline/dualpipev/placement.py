@@ -1,8 +1,8 @@
-"""Placement in a V: the stage of each chunk, and the rank with the model's last stage.
+"""V-shaped placement of stages: which stage each chunk is, and which rank has the last stage.
 
-With ``PP`` ranks, rank ``r`` has stage ``r`` as chunk 0 and stage ``2 PP - 1 - r`` as chunk 1. So the first
-rank has both the embedding and the loss. Megatron's modules get their layers from a layout, and ask position
-functions whether the model ends with them.
+With ``PP`` ranks, chunk 0 of rank ``r`` is stage ``r``, and chunk 1 is stage ``2 PP - 1 - r``. So the first
+rank has both the embedding and the loss. Megatron's modules read their layers from the pipeline layout, and
+call functions such as ``is_pipeline_last_stage`` to find the model's end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def lay_out(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``TransformerConfig.__post_init__``: set a V-shaped layout in models with a pipeline."""
+    """Wrap ``TransformerConfig.__post_init__``: set a V-shaped layout for pipeline parallel models."""
     layout_class = cache(partial(_v_shaped, context.megatron))
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,15 +43,15 @@ def lay_out(original: Callable[..., None], context: Context[Options]) -> Callabl
 
 
 def _v_shaped(megatron: Megatron) -> Any:
-    """Return a subclass of this Megatron's layout class."""
+    """Build the V-shaped subclass of this Megatron's layout class."""
     parent: Any = megatron("core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
     state = megatron("core.parallel_state")
 
     class VShapedLayout(parent):
-        """Megatron's layout with the second chunks on the ranks in reverse order.
+        """Megatron's pipeline layout with chunk 1 on the ranks in reverse order.
 
         Args:
-            plain: layout of interleaved chunks with the same stages.
+            plain: layout with the same stages in Megatron's interleaved order.
         """
 
         v_shaped = True
@@ -71,7 +71,7 @@ def _v_shaped(megatron: Megatron) -> Any:
         def get_layer_offset(
             self, layer_type: Any = None, vp_stage: int | None = None, pp_rank: int | None = None
         ) -> int:
-            """Return the number of layers of a kind before a chunk; default kind: decoder layers."""
+            """Return the number of layers of a kind before a chunk; default: decoder layers."""
             if vp_stage is None:
                 raise SettingsError(f"{FLAG}: a model was built without saying which of its chunks it is")
             kind = megatron("core.transformer.enums").LayerType.decoder if layer_type is None else layer_type
@@ -80,7 +80,7 @@ def _v_shaped(megatron: Megatron) -> Any:
             return sum(layers.count(kind) for layers in self.stages[:stage])
 
         def validate_layer_layout(self, num_layers: int, mtp_num_layers: int) -> bool:
-            """Check the layout; return that no stage has only multi-token prediction layers."""
+            """Check the layout. Returns whether a stage has only MTP layers, which is never so here."""
             super().validate_layer_layout(num_layers, mtp_num_layers)
             return False
 
@@ -88,7 +88,7 @@ def _v_shaped(megatron: Megatron) -> Any:
 
 
 def ends_on_first_rank(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Wrap ``is_pipeline_last_stage``: with a chunk given, the model ends with chunk 1 of rank 0."""
+    """Wrap ``is_pipeline_last_stage``: for a given chunk, the last stage is chunk 1 of rank 0."""
 
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         state = context.megatron("core.parallel_state")
@@ -103,13 +103,14 @@ def ends_on_first_rank(original: Callable[..., bool], context: Context[Options])
 
 
 class Reporting:
-    """State that tells the two meanings of ``is_pp_last_stage`` apart.
+    """Flag that decides between the two meanings of ``is_pp_last_stage``.
 
     Args:
         context: the feature's context.
 
     Attributes:
-        asked: whether callers ask for the rank that reports a step; otherwise for the end of the model.
+        asked: True if callers look for the rank that reports the losses (the last), False if they look for
+            the rank with the last stage (the first).
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -117,7 +118,7 @@ class Reporting:
 
     @contextmanager
     def being(self, asked: bool) -> Iterator[None]:
-        """Set ``asked`` inside the block."""
+        """Context that sets ``asked``."""
         before, self.asked = self.asked, asked
         try:
             yield
@@ -126,7 +127,7 @@ class Reporting:
 
 
 def last_is_first(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Wrap ``is_pp_last_stage``, called together with ``is_vp_last_stage``: the model ends on rank 0."""
+    """Wrap ``is_pp_last_stage``, used together with ``is_vp_last_stage``: the last stage is on rank 0."""
     reporting = context.state(Reporting)
 
     def is_pp_last_stage(pp_group: Any) -> bool:
@@ -139,7 +140,7 @@ def last_is_first(original: Callable[..., bool], context: Context[Options]) -> C
 
 
 def report_on_last_rank(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``train_step`` and ``evaluate``, which ask for the rank that reports a step."""
+    """Wrap ``train_step`` and ``evaluate``, inside which the last rank still reports the losses."""
     reporting = context.state(Reporting)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +151,7 @@ def report_on_last_rank(original: Callable[..., Any], context: Context[Options])
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which goes by the rank and ignores the chunk."""
+    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which drops tensors by rank, not by chunk."""
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training.global_vars").get_args()
@@ -165,7 +166,7 @@ def hand_out_whole_batches(original: Callable[..., Any], context: Context[Option
 
 
 def hand_out_as_one_stage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which goes by the rank and ignores the chunk."""
+    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which drops tensors by rank, not by chunk."""
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         # The only stage of a pipeline gets the complete batch.

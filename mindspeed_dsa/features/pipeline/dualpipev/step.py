@@ -1,7 +1,7 @@
-"""One training step or evaluation that runs DualPipeV's list event by event.
+"""One training step or evaluation with DualPipeV: run the schedule's list event by event.
 
-The list comes from the simulator and is the only source of order. Forwards, backwards and pairs are
-Megatron's own functions, looked up at each call, so that features that wrap them stay in force.
+The order comes only from the list that the simulator uses too. Forwards, backwards and pairs call Megatron's
+own functions, which are looked up at each call so that other features' patches apply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_SERVED = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 
 
 def play_the_list(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``get_forward_backward_func``: return the schedule below for jobs with a pipeline."""
+    """Wrap ``get_forward_backward_func``: return DualPipeV's schedule function for jobs with a pipeline."""
     groups = Groups()
 
     def get_forward_backward_func(pp_size: int | None = None, *args: Any, **kwargs: Any) -> _Function:
@@ -54,7 +54,7 @@ def play_the_list(original: _Function, context: Context[Options]) -> _Function:
 
 
 class _Step:
-    """One step of a rank; takes the parameters of Megatron's schedules."""
+    """One step of a rank. The constructor has the arguments of Megatron's schedule functions."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Step:
         return (parameter for chunk in self._model for parameter in chunk.parameters())
 
     def _has_plans(self, options: Options) -> bool:
-        """Return whether forwards are schedule plans, which can run paired with a backward."""
+        """Return whether forwards return Megatron's schedule plans, which can be paired with a backward."""
         return options.paired and bool(getattr(self._config, "overlap_moe_expert_parallel_comm", False))
 
     def _schedule(self) -> Schedule:
@@ -135,7 +135,7 @@ class _Step:
     # -- the list ------------------------------------------------------------------------------------
 
     def run(self) -> list[Any]:
-        """Run all events; return the loss reports, on the rank that Megatron reads them from."""
+        """Run all events; return the loss reports, on the last rank only."""
         with contextlib.nullcontext() if self._waiting is None else self._waiting.step():
             return self._run()
 
@@ -195,17 +195,17 @@ class _Step:
         self._finish_backward(event, gradient)
 
     def _deferring(self, forward: Event | None) -> AbstractContextManager[Any]:
-        """Defer a forward's weight gradients if the list has them as a separate event."""
+        """Return a context that defers a forward's weight gradients, if they are separate events."""
         if self._waiting is None or forward is None or not self._is_split(forward):
             return contextlib.nullcontext()
         return self._waiting.deferring(forward.chunk, forward.microbatch)
 
     def _is_split(self, event: Event) -> bool:
-        """Return whether the list has the weight gradients of this forward or backward as an event."""
+        """Return whether this forward's or backward's weight gradients are a separate event."""
         return (event.chunk, event.microbatch) in self._apart
 
     def _finish_backward(self, event: Event, gradient: Tensor | None) -> None:
-        """Send the gradient of the backward's input, and record whether weight gradients are left."""
+        """Send the input's gradient, and update the counts of weight gradients and reductions."""
         if self._waiting is not None:
             self._waiting.ran_backward(event.chunk)
         if gradient is not None:
@@ -219,7 +219,7 @@ class _Step:
         self._waiting.run(event.chunk, event.microbatch)
 
     def _run_plans(self, block: Sequence[Event]) -> None:
-        """Run a forward, a backward or a pair as Megatron's schedule plans."""
+        """Run a forward, a backward or a pair with Megatron's ``combined_forward_backward_step``."""
         forward = next((event for event in block if event.kind is Kind.FORWARD), None)
         backward = next((event for event in block if event.kind is Kind.BACKWARD), None)
         self._megatron("core.pipeline_parallel.utils").set_streams()
@@ -257,7 +257,7 @@ class _Step:
     # -- values --------------------------------------------------------------------------------------
 
     def _enter(self, event: Event) -> Tensor | None:
-        """Return a forward's input, a leaf of its graph; ``None`` for the first stage."""
+        """Receive a forward's input, as a leaf of its graph; ``None`` for the first stage."""
         entered = self._transfers.take(event)
         if not self._forward_only:
             if entered is not None:
@@ -279,7 +279,7 @@ class _Step:
         return self._list.stage(self._transfers.rank, event.chunk) == self._list.stages - 1
 
     def _is_first(self, event: Event) -> bool:
-        """Return whether a forward is its chunk's first; in validation, only in the first step."""
+        """Return whether this is the chunk's first forward; in validation, only in the first step."""
         first = event.microbatch == 0
         if self._first_val_step is not None and self._forward_only:
             return bool(self._first_val_step) and first
@@ -288,7 +288,7 @@ class _Step:
     # -- the end of a step ---------------------------------------------------------------------------
 
     def _handed_over(self) -> list[Any]:
-        """Send the loss reports and token count from the first rank to the last, which reports the step."""
+        """Send the loss reports and the token count from the first rank to the last, which reports them."""
         ranks = dist.get_process_group_ranks(self._pipeline)
         payload: list[Any] = [(self._reports, self._tokens)]
         if self._transfers.rank == 0:
@@ -315,7 +315,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _refuse(others: dict[str, Any], model: Any) -> None:
-    """Refuse arguments that only Megatron's own schedules serve."""
+    """Raise for arguments that only Megatron's own schedules support."""
     for name, value in others.items():
         if name not in _NOT_SERVED or value is not None:
             raise SettingsError(f"{FLAG}: the schedule was called with {name}, which it does not serve")
@@ -324,10 +324,10 @@ def _refuse(others: dict[str, Any], model: Any) -> None:
 
 
 class _Synchronisation:
-    """Reduction of gradients over data parallel ranks at each chunk's last backward.
+    """Control of the data parallel gradient reduction, which runs at each chunk's last backward.
 
     Args:
-        config: Megatron configuration with the functions for reduction.
+        config: Megatron configuration with ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func``.
         model: chunks of this rank.
         microbatches: number of microbatches of the step.
     """
@@ -337,18 +337,18 @@ class _Synchronisation:
         self._held: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
-        """Suppress reduction, and gather parameters if the configuration leaves that to the schedule."""
+        """Disable gradient reduction, and start the parameter gather if the configuration asks for it."""
         self._hold()
         for chunk, sync in enumerate(_per_chunk(self._config.param_sync_func, self._model)):
             sync(self._model[chunk].parameters())
 
     def before(self, event: Event) -> None:
-        """Allow reduction during a chunk's last backward, unless the schedule starts it explicitly."""
+        """Enable reduction during a chunk's last backward, unless the schedule starts it explicitly."""
         if event.microbatch == self._last and self._config.grad_sync_func is None:
             self._let_go()
 
     def after(self, event: Event) -> None:
-        """Reduce the chunk's gradients if the schedule is to do so; suppress the reduction of others."""
+        """After a chunk's last backward, start its reduction if configured, and disable reduction again."""
         functions = _per_chunk(self._config.grad_sync_func, self._model)
         if event.microbatch == self._last and functions:
             self._let_go()
@@ -356,7 +356,7 @@ class _Synchronisation:
         self._hold()
 
     def end(self) -> None:
-        """Allow reduction again."""
+        """Enable reduction again."""
         self._let_go()
 
     def _hold(self) -> None:

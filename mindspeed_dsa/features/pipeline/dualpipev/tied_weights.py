@@ -1,8 +1,8 @@
-"""The embedding weight and its copy in the model's last stage, both on the first rank.
+"""Tied embedding weights under DualPipeV, where both copies are on the first rank.
 
-The copy serves an output layer tied to the embedding, and multi-token prediction, which embeds tokens.
-Megatron keeps it on the last rank, and an all-reduce keeps both equal. Here both are on one rank, so an
-addition replaces the all-reduce.
+The model's last stage has a copy of the embedding weight, for a tied output layer and for multi-token
+prediction. In Megatron this copy is on the last rank, and an all-reduce sums the two gradients. Here both
+copies are on the first rank, so an addition replaces the all-reduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_dsa.parallel.local_shards import local_of
 
 
 def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Wrap ``default_embedding_ranks``: only the first rank has embeddings."""
+    """Wrap ``default_embedding_ranks``: only the first rank has embedding weights."""
 
     def default_embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
         return [pp_ranks[0]]
@@ -29,7 +29,7 @@ def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., lis
 
 
 def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``setup_embeddings_and_output_layer``, which leaves zeros in the copy: copy the embedding."""
+    """Wrap ``setup_embeddings_and_output_layer``: copy the embedding to the last stage's zeroed weight."""
     embedding: Any = None  # weak reference to the embedding of the chunk built last that has one
 
     def setup_embeddings_and_output_layer(self: Any) -> None:
@@ -49,7 +49,7 @@ def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``_allreduce_word_embedding_grads``: add the two gradients on the rank that has both."""
+    """Wrap ``_allreduce_word_embedding_grads``: add the two copies' gradients on the first rank."""
 
     def _allreduce_word_embedding_grads(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
         unwrap = context.megatron("core.utils").get_attr_wrapped_model
@@ -66,5 +66,5 @@ def add_gradients(original: Callable[..., None], context: Context[Options]) -> C
 
 
 def _gradient_of(weight: Any) -> Tensor:
-    """Return the gradient that the optimizer reads; for a DTensor, this rank's shard."""
+    """Return the gradient that the optimizer reads; for a DTensor, its local shard."""
     return local_of(weight.main_grad if hasattr(weight, "main_grad") else weight.grad)

@@ -1,10 +1,10 @@
-"""Messages between the ranks of a V: activations and gradients to the next and to the previous rank.
+"""Point-to-point messages of DualPipeV: activations and gradients to the next and the previous rank.
 
-A message is sent when its event is done, without waiting for its receive. Its buffer is kept until a later
-message from the receiver shows that the receiver has used it. A rank posts its receives in the order of the
-sender's list, ahead of the event that needs them. So all messages from one rank to another form one queue
-with the same order on both ends. Ranks wait for each other as in the simulation, which does not deadlock.
-Backends that run all messages of a group one after the other get one group per direction.
+A message is sent when its event is done, without waiting for the receiver. The buffer is kept until a later
+message from the receiver proves that the message was used. A rank posts its receives in the order in which
+the sender sends, before the event that needs them. Both ends of a link therefore use the same message order,
+and the step cannot deadlock if the simulated schedule does not. Backends other than gloo run a group's
+messages one after the other, so each direction has its own process group.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _TAGS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 
 class LostNeighbourError(MindSpeedDSAError):
-    """A message did not arrive, or was not received."""
+    """Failure to exchange a message with another pipeline rank."""
 
 
 class Groups:
-    """Process groups per direction of a session's pipelines, created on first use."""
+    """Process groups of a session's pipelines, one per direction, created on first use."""
 
     def __init__(self) -> None:
         self._downward: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, pipeline: Any) -> tuple[Any, Any]:
-        """Return the groups for messages to the next rank and to the previous rank.
+        """Return the process groups for messages to the next and to the previous rank.
 
         Args:
             pipeline: pipeline parallel process group.
@@ -52,10 +52,10 @@ class Groups:
 
 
 class Transfers:
-    """Messages of one rank in one step.
+    """Point-to-point messages of one rank in one step.
 
     Args:
-        schedule: lists of all ranks.
+        schedule: events of all ranks.
         groups: process groups for messages to the next and to the previous rank.
         shape: shape of an activation, ``[sequence, batch, hidden]``.
         dtype: dtype of an activation.
@@ -97,7 +97,7 @@ class Transfers:
         return self._schedule.next_unit(rank, event) if event.kind in _TAGS else None
 
     def _needs(self, event: Event) -> Unit | None:
-        """Return the unit of an event whose input is a message; ``None`` if it starts from data or loss."""
+        """Return the event's unit if its input is a message, ``None`` if it starts from data or the loss."""
         if event.kind not in _TAGS:
             return None
         stage = self._schedule.stage(self.rank, event.chunk)
@@ -105,7 +105,7 @@ class Transfers:
         return None if begins else (event.kind, stage, event.microbatch)
 
     def _name(self, unit: Unit) -> Name:
-        """Return the name of a unit's input in traces."""
+        """Return the name of a unit's input message, for traces."""
         kind, stage, microbatch = unit
         # Stages PP to 2 PP - 1 are chunk 1.
         forward, chunk = kind is Kind.FORWARD, int(stage >= len(self._schedule.ranks))
@@ -116,7 +116,7 @@ class Transfers:
         return self._schedule.rank_of(unit[1] + (-1 if unit[0] is Kind.FORWARD else 1))
 
     def expect(self, events: Iterable[Event]) -> None:
-        """Post the receives for the events, after those that their senders send earlier."""
+        """Post the receives for the events, and for all messages that are sent before theirs."""
         for event in events:
             unit = self._needs(event)
             sender = None if unit is None else self._sender(unit)
@@ -132,10 +132,10 @@ class Transfers:
                 self._arriving[coming] = tensor, work
 
     def take(self, event: Event) -> Tensor | None:
-        """Wait for an event's input, an activation or the gradient of its output.
+        """Wait for an event's input: an activation, or the gradient of its output.
 
         Returns:
-            The input, or ``None`` if the event starts from data or from the loss.
+            Input tensor, or ``None`` if the event starts from data or the loss.
 
         Raises:
             LostNeighbourError: the message does not arrive.
@@ -160,14 +160,14 @@ class Transfers:
         return tensor
 
     def _let_go(self, receiver: int, unit: Unit) -> None:
-        """Drop the messages that a receiver has used, since it has reached the given unit of its list."""
+        """Free the messages that a receiver has used, because it has reached ``unit`` of its list."""
         # gloo reports that a message was received only in wait().
         sent, reached = self._leaving[receiver], self._positions[receiver][unit]
         while sent and self._positions[receiver][sent[0].unit] <= reached:
             self._wait_until_taken(receiver, sent.popleft())
 
     def hand_on(self, event: Event, result: Tensor) -> None:
-        """Send an event's result, an activation or the gradient of its input, to the unit that needs it."""
+        """Send an event's result: an activation, or the gradient of its input."""
         unit = self._leads_to(self.rank, event)
         if unit is None:
             return
@@ -182,7 +182,7 @@ class Transfers:
         self._leaving[receiver].append(_Sent(unit, alias, work))
 
     def finish(self) -> None:
-        """Wait until all sent messages are received.
+        """Wait until all messages sent by this rank have been received.
 
         Raises:
             LostNeighbourError: a message is not received.
@@ -204,7 +204,7 @@ class Transfers:
 
 
 class _Sent(NamedTuple):
-    """A sent message: its tensor, and the unit that takes it as input."""
+    """Message that was sent, and the unit that receives it."""
 
     unit: Unit
     tensor: Tensor

@@ -1,4 +1,4 @@
-"""Feature that hides all-to-alls behind another microbatch's computation."""
+"""Feature that hides MoE all-to-alls behind the computation of another microbatch (1F1B overlap)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """Abilities of the installed release, and other features that change a layer's pieces.
+    """Options of ``--moe-fb-overlap``, including capabilities of the Megatron release.
 
     Attributes:
-        counts_uses: whether overlapped reduction supports parameters with two backwards per microbatch.
-        streams: streams on which rows may be moved.
-        moves_experts: whether the weights of hot experts are sent to other ranks.
+        counts_uses: whether overlapped gradient reduction supports parameters that get two gradients per
+            microbatch.
+        streams: configuration of the second stream for permutations.
+        moves_experts: whether the weights of overloaded experts are sent to other ranks.
     """
 
     counts_uses: bool
@@ -69,7 +70,7 @@ _REFUSED = {
 
 
 def check_overlap(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem for each argument or configuration field that rules out pairs or leaves no overlap."""
+    """Yield a problem for each argument or configuration field that prevents pairs or overlap."""
     if not number_of_experts(args):
         yield from check_experts(args, FLAG)
         return
@@ -109,7 +110,7 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    """Yield a problem for steps with nothing to pair, and for evaluations too small to interleave."""
+    """Yield a problem if a step has too few microbatches to pair or to interleave."""
     ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
     group = argument(args, "microbatch_group_size_per_vp_stage") or ranks
     needed = max(2, ranks)
@@ -149,7 +150,7 @@ def _check_recompute(args: Any) -> Iterator[str]:
 
 
 def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``validate_args``: set the argument that Megatron and the job's own code read."""
+    """Wrap ``validate_args``: set ``overlap_moe_expert_parallel_comm`` in the arguments."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         args.overlap_moe_expert_parallel_comm = True
@@ -161,7 +162,7 @@ def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any
 def configure_paired_schedule(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Wrap ``TransformerConfig.__post_init__``: enable the paired schedule for models with experts."""
+    """Wrap ``TransformerConfig.__post_init__``: enable the paired schedule for MoE models."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.num_moe_experts is None:

@@ -1,9 +1,9 @@
-"""One layer as pieces with separate backwards, and the order in which two layers' pieces run.
+"""Transformer layer split at its all-to-alls, so that a forward and a backward overlap.
 
-Megatron's schedule pairs a layer's forward (F) with the backward (B) of another microbatch's layer. Megatron
-has a node with its own graph for each step of the layer, and blocking all-to-alls. Here a transfer is started
-at the end of a piece and awaited at the beginning of the next one, in forward and in backward. The work in
-between hides it::
+Megatron's paired schedule runs a layer's forward (F) together with the backward (B) of another microbatch's
+layer. Each layer is split into parts (here called pieces) with separate autograd graphs. Megatron's
+all-to-alls block. Here a piece ends by starting a transfer, and the next piece begins by waiting for it, in
+forward and in backward. The work in between hides the transfer::
 
     B  after the combine                    starts the reversed combine
     F  up to the dispatch                   starts the dispatch
@@ -12,9 +12,9 @@ between hides it::
     B  up to the dispatch
     F  after the combine
 
-A forward or backward without a partner, as in warmup and cooldown, runs only its own lines. Then only the
-shared expert and the weight gradients hide its transfers. The order is the same on all ranks, as transfers of
-a process group require.
+An unpaired forward or backward, as in warmup and cooldown, runs only its own lines. Its transfers are then
+hidden only by the shared expert and the weight gradients. The order is the same on all ranks, as collectives
+require.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mindspeed_dsa.parallel.weight_gradients import are_queued, defer_gradients
 
 
 def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TransformerLayerSchedulePlan.run``: run both layers' pieces in the order above."""
+    """Wrap ``TransformerLayerSchedulePlan.run``: run the pieces of forward and backward in this order."""
 
     def run(
         f_layer: Any,
@@ -90,7 +90,7 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``TransformerLayerSchedulePlan.release_state``: release the pieces too."""
+    """Wrap ``TransformerLayerSchedulePlan.release_state``: release the pieces as well."""
 
     def release_state(self: Any) -> None:
         self.pieces = None
@@ -100,7 +100,7 @@ def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_what_learns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ScheduleNode.default_backward_func``: skip outputs without a graph, which autograd refuses."""
+    """Wrap ``ScheduleNode.default_backward_func``: skip outputs without a graph, on which autograd fails."""
 
     def default_backward_func(self: Any, outputs: Sequence[Tensor], output_grad: Any) -> Any:
         # Nodes below the first trained weight, such as a frozen embedding, have no graph.
@@ -121,7 +121,7 @@ _Step = Callable[..., Any]
 
 
 def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``TransformerLayerSchedulePlan._build_callable_nodes``: build pieces on a single stream."""
+    """Wrap ``TransformerLayerSchedulePlan._build_callable_nodes``: build the layer's :class:`Pieces`."""
 
     def _build_callable_nodes(
         self: Any, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
@@ -169,7 +169,7 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
 
 
 def _before_experts(router: _Step, dispatch: _Step | None, layer: Any, handover: Handover) -> _Step:
-    """Build the step up to the dispatch; up to the router if the permutation is a node of its own."""
+    """Build the first piece's last step: the router, and if ``dispatch`` is given, the dispatch."""
 
     def step(node: Any, hidden: Tensor) -> Any:
         permuted = contextlib.nullcontext() if dispatch else postponed(layer.mlp, handover)
@@ -245,7 +245,7 @@ def _shared_expert(moe: Any, context: Context[Options]) -> _Step:
 
 
 def _normalised_at_end(mlp: _Step) -> _Step:
-    """Add the decoder's final norm, which since 0.16 Megatron has only in the steps of MoE layers."""
+    """Append the decoder's final norm to a dense layer; since 0.16 Megatron only does so for MoE layers."""
 
     def step(node: Any, hidden: Tensor) -> Tensor:
         output: Tensor = mlp(node, hidden)
@@ -258,7 +258,7 @@ def _normalised_at_end(mlp: _Step) -> _Step:
 
 
 def postpone_shared_expert(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``MoELayer.shared_experts_compute``: return its input, for the node that runs it later."""
+    """Wrap ``MoELayer.shared_experts_compute``: return the input; a separate node runs the expert later."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         if in_pieces(self.token_dispatcher) and self.use_shared_expert:

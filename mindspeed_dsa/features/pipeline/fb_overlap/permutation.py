@@ -1,8 +1,7 @@
-"""Permutation and unpermutation of paired layers on a second stream.
+"""Token permutation and unpermutation of paired layers on a second stream.
 
-Moving rows uses vector cores and memory bandwidth; attention and experts use matrix cores. With
-``--two-streams`` one direction's rows are moved during the other direction's matmuls, in forward and in
-backward::
+Permutations use vector cores and memory bandwidth; attention and experts use matrix cores. With
+``--two-streams``, the permutations of the forward run during matmuls of the backward, and the reverse::
 
     second stream                                  first stream
     B  unpermutation; starts the combine           F  attention, router
@@ -10,9 +9,9 @@ backward::
     B  permutation, behind the dispatch            F  shared expert, experts
     F  unpermutation, behind the combine           B  router, attention
 
-The host issues work in the same order as on one stream. Megatron's event, shared by a microbatch's nodes,
-orders each direction. The two directions are independent. A transfer is started and awaited on its node's
-stream.
+The host issues work in the same order as with one stream. Megatron's CUDA event, shared by the nodes of a
+microbatch, orders the nodes across streams. Forward and backward are of different microbatches, so they need
+no order between them. A transfer is started and waited for on the stream of its node.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Step = Callable[..., Any]
 
 
 class Nodes:
-    """Nodes of one layer's forward and backward that only move rows.
+    """Schedule nodes of one layer that only permute or unpermute tokens.
 
     Args:
-        dispatcher: the layer's dispatcher, which keeps tensors between its steps.
-        first: stream of all other nodes.
-        nodes: nodes of the permutation and of the unpermutation, or one of them.
-        streams: the session's streams.
+        dispatcher: the layer's dispatcher, which stores tensors between its methods.
+        first: stream of all other nodes (the main stream).
+        nodes: permutation node, and unpermutation node unless its output must stay on the main stream.
+        streams: configuration of the second stream.
     """
 
     def __init__(self, dispatcher: Any, first: Any, nodes: Sequence[Any], streams: Streams) -> None:
@@ -48,14 +47,14 @@ class Nodes:
             node.submodule = _handing_over(node.submodule, dispatcher, first)
 
     def choose_stream(self, hidden: Tensor) -> None:
-        """Select the nodes' stream for a forward on ``[sequence, batch, hidden]`` and for its backward."""
+        """Select the nodes' stream by the size of ``hidden``, ``[sequence, batch, hidden]``."""
         stream = second_stream.second() if second_stream.is_worth(self._streams, hidden) else self._first
         for node in self._nodes:
             node.stream = stream
 
 
 def _handing_over(step: Step, dispatcher: Any, first: Any) -> Step:
-    """Keep memory that both streams use until both are done with it."""
+    """Wrap a step to call ``record_stream`` on tensors that both streams use."""
 
     def on_either_stream(node: Any, *inputs: Any) -> Any:
         if node.stream is first:
@@ -81,7 +80,7 @@ def _kept(node: Any, dispatcher: Any) -> list[Tensor]:
 
 
 def serves(layer: Any, options: Options) -> bool:
-    """Return whether a layer's permutation is a node of its own."""
+    """Return whether a layer's permutation runs as a separate node."""
     # Moved experts are planned in the permutation and sent after the dispatch starts. Latent rows are
     # projected by a weight in the same step. Both keep the permutation in the router's node.
     latent = getattr(layer.mlp.config, "moe_latent_size", None)
@@ -90,7 +89,7 @@ def serves(layer: Any, options: Options) -> bool:
 
 @contextlib.contextmanager
 def postponed(moe: Any, handover: Handover) -> Iterator[None]:
-    """Make a ``MoELayer`` return unpermuted hidden states and probabilities inside the block."""
+    """Context in which a ``MoELayer`` does not permute its hidden states and probabilities."""
 
     def preprocess(hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         handover.routing_map = routing_map
@@ -104,7 +103,7 @@ def postponed(moe: Any, handover: Handover) -> Iterator[None]:
 
 
 def permute(moe: Any, dispatch: Step, handover: Handover) -> Step:
-    """Build the step that permutes the result of :func:`postponed` and starts the dispatch."""
+    """Build the step that does the permutation skipped in :func:`postponed`, and starts the dispatch."""
 
     def step(node: Any, hidden: Tensor, probs: Tensor) -> Tensor:
         routing_map, handover.routing_map = handover.routing_map, None

@@ -1,4 +1,4 @@
-"""Pieces of one layer's forward and backward, with its all-to-alls in flight between them."""
+"""Pieces of one layer's forward and backward; all-to-alls are in flight between them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mindspeed_dsa.parallel.all_to_all import InFlight
 
 
 def until_dispatch(plan: Any) -> list[Any]:
-    """Return the nodes before the dispatch."""
+    """Return the plan's nodes that run before the dispatch."""
     # 0.14 and 0.15: attn and post_attn. From 0.19: pre_dispatch_computation instead of attn.
     names = ("attn", "pre_dispatch_computation", "post_attn")
     return [getattr(plan, name) for name in names if hasattr(plan, name)]
 
 
 def precision_of(plan: Any) -> AbstractContextManager[Any]:
-    """Return the low precision context of a plan's layer; before 0.19.2 it serves only fp8."""
+    """Return the fp8/fp4 context manager of a plan's layer; before 0.19.2, fp8 only."""
     make: Any = getattr(plan, "get_low_precision_context", None)
     context: AbstractContextManager[Any] = make() if make else plan.get_fp8_context()
     return context
@@ -32,14 +32,14 @@ def precision_of(plan: Any) -> AbstractContextManager[Any]:
 
 @dataclass
 class Handover:
-    """Values passed from piece to piece in one forward; holds no graph except for a norm's output.
+    """State passed between the pieces of one forward. Holds no graph except for a norm's output.
 
     Attributes:
         dispatch, combine: transfers in flight between two pieces.
-        combined: combine of the first forward, if this forward recomputes up to the experts' output.
-        shared: substitute for a shared expert's output that has no graph.
-        norm: Megatron's checkpoint of the recomputed norm before the experts.
-        routing_map: routing map between router and permutation, if the permutation is a separate node.
+        combined: combine of the first forward, if this forward is a recomputation; it is not sent again.
+        shared: stand-in for the shared expert's output, if that was computed without a graph.
+        norm: Megatron's ``CheckpointWithoutOutput`` of the norm before the experts.
+        routing_map: routing map for a separate permutation node.
     """
 
     dispatch: list[InFlight] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Handover:
     routing_map: Tensor | None = None
 
     def discard_norm(self, first: Tensor) -> None:
-        """Free the norm's output after its last reader; recompute it when ``first`` gets its gradient.
+        """Free the norm's output; recompute it when ``first`` gets its gradient.
 
         Args:
-            first: result computed from the norm's output whose gradient is the first to arrive.
+            first: the tensor, among those computed from the norm's output, whose gradient arrives first.
         """
         norm, self.norm = self.norm, None
         if norm is not None:
@@ -61,15 +61,15 @@ class Handover:
 
 
 class Pieces:
-    """Nodes of a layer for one forward and backward.
+    """Three pieces of a layer for one forward and backward: up to the dispatch, experts, after the combine.
 
     Args:
-        plan: Megatron's layer plan, with its nodes.
+        plan: Megatron's layer plan with its nodes.
         layer: Megatron's transformer layer.
         shared: the shared expert's node, or ``None``.
-        handover: values passed between pieces of this forward.
-        permutation: node between router and dispatch, if separate.
-        choose_stream: function that selects the stream for moving rows from the forward's input.
+        handover: state passed between the pieces of this forward.
+        permutation: node of the permutation, between router and dispatch, if it is separate.
+        choose_stream: function that selects the permutation's stream, called with the forward's input.
     """
 
     def __init__(
@@ -99,10 +99,11 @@ class Pieces:
 
         Args:
             hidden: hidden states, ``[sequence, batch, hidden]``.
-            followed: whether to call the features that follow a layer's forward.
+            followed: whether to notify features that follow the layer's forward.
 
         Returns:
-            Edge of the dispatch for :meth:`forward_experts`, ``[0]``, or a dense layer's output so far.
+            Edge of the dispatch ``[0]``, for :meth:`forward_experts`. For a dense layer, the hidden states
+            before the MLP.
         """
         if followed:
             others = [value for name, value in vars(self._state).items() if name != "model"]
@@ -116,14 +117,14 @@ class Pieces:
         return hidden
 
     def forward_experts(self, edge: Tensor) -> Any:
-        """Run the experts between the shared expert's two halves, and start the combine."""
+        """Run the shared expert's fc1, the routed experts, start the combine, and run the shared fc2."""
         with self._passes.piece():
             if self.shared is None:
                 return self.experts.forward(edge)
             return self.shared.forward(lambda: self.experts.forward(edge))
 
     def forward_after(self, edges: Any) -> Tensor:
-        """Run the rest after the combine and return the layer's output, ``[sequence, batch, hidden]``."""
+        """Wait for the combine, run the rest, and return the output ``[sequence, batch, hidden]``."""
         with self._passes.piece():
             output: Tensor = self.prediction.forward(self.after.forward(edges))
         self._passes.ends(output)
@@ -131,40 +132,40 @@ class Pieces:
         return output
 
     def backward_after(self, gradient: Tensor) -> Any:
-        """Run backward down to the combine, and start the reversed combine."""
+        """Run backward down to the combine, and start the reverse combine."""
         return self.after.backward(self.prediction.backward(gradient))
 
     def recompute_before(self) -> None:
-        """No-op; :class:`Recomputed` recomputes here."""
+        """Do nothing; :class:`Recomputed` overrides this."""
 
     def recompute_experts(self) -> None:
-        """No-op; :class:`Recomputed` recomputes here."""
+        """Do nothing; :class:`Recomputed` overrides this."""
 
     def backward_experts(self, edges: Any) -> Tensor:
-        """Run backward of shared expert and experts; weight gradients run under the reversed dispatch."""
+        """Run backward of shared and routed experts. Weight gradients overlap with the reverse dispatch."""
         if self.shared is not None:
             edges = self.shared.backward(edges)
         received: Tensor = self.experts.backward(edges)
         return received
 
     def backward_before(self, gradient: Tensor) -> Tensor:
-        """Run the rest of backward and return the gradient of the layer's input."""
+        """Run backward down to the layer's input, and return its gradient."""
         for node in reversed(self.before):
             gradient = node.backward(gradient)
         return gradient
 
 
 class Shared:
-    """Node of the shared expert, between the router's node and the node after the combine.
+    """Shared expert as a separate node, between the router's node and the node after the combine.
 
-    Megatron-core 0.14 and 0.15 return its output together with the experts' output. Later releases keep it in
-    the layer's state, which holds the shared expert's input until then.
+    Megatron-core 0.14 and 0.15 return the shared expert's output together with the experts' output. Later
+    releases store it in the layer's state, under the name that holds the shared expert's input until then.
 
     Args:
         node: node that runs the shared expert.
         moe: Megatron's ``MoELayer``.
-        state: the layer's state.
-        handover: values passed between pieces of this forward.
+        state: state of the layer's plan.
+        handover: state passed between the pieces of this forward.
     """
 
     def __init__(self, node: Any, moe: Any, state: Any, handover: Handover) -> None:
@@ -173,7 +174,7 @@ class Shared:
         self._out: Any = None
 
     def forward(self, experts: Callable[[], Tensor]) -> Any:
-        """Run the shared expert with ``experts`` in the middle; return inputs for the next node."""
+        """Run the shared expert, and ``experts`` between its fc1 and fc2; return the next node's inputs."""
         done: list[Tensor] = []
 
         def between(*_: Any) -> None:
@@ -195,11 +196,11 @@ class Shared:
         return done[0]
 
     def backward(self, edges: Any) -> Tensor:
-        """Run the shared expert's backward, and store its input's gradient for the router's node.
+        """Run the shared expert's backward, and store its input gradient for the router's node.
 
         Args:
-            edges: gradients from the node after the combine: the experts' edge, with the gradient of the
-                shared expert's output in 0.14 and 0.15.
+            edges: gradient of the experts' edge, from the node after the combine. In 0.14 and 0.15, a tuple
+                with the gradient of the shared expert's output.
 
         Returns:
             Gradient of the experts' edge.
@@ -215,15 +216,15 @@ class Shared:
 
 
 class WithoutGraph:
-    """Value without a graph that collects a gradient, because its computation is run again later.
+    """Value computed without a graph, which collects its gradient until its computation is repeated.
 
-    Unlike a leaf, it does not hold the value's memory until then.
+    Unlike a leaf tensor, it does not keep the value's memory until then.
 
     Args:
         value: tensor of any shape.
 
     Attributes:
-        edge: substitute for the value across a cut of the graph, ``[0]``.
+        edge: empty tensor that replaces the value where the graph is cut.
         gradient: gradient of the value after backward, or ``None``.
     """
 
@@ -233,7 +234,7 @@ class WithoutGraph:
         self.gradient: Tensor | None = None
 
     def enter(self, edge: Tensor) -> Tensor:
-        """Return the value, once, with a graph that begins at ``edge`` or a leaf that replaces it."""
+        """Return the value with a graph that starts at ``edge``, or at a leaf in place of it. Call once."""
         value, self._value = self._value, None
         entered: Tensor = _Enter.apply(edge, value, self)
         return entered

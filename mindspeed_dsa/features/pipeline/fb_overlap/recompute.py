@@ -1,9 +1,9 @@
-"""Paired layers that save only their input: their forward is recomputed during their backward.
+"""Full recomputation of paired layers: only the input is saved, and backward repeats the forward.
 
-The first forward runs in pieces like any other, without a graph up to the combine. The part after the combine
-has its graph, which saves no rows, only their positions. So in backward the reversed combine starts before
-any recomputation. The second forward ends with the experts and sends no combine. The order of :mod:`layer`
-gets two more pieces, marked R::
+The first forward builds no graph up to the combine. The piece after the combine has a graph, which saves only
+token positions, no activations. In backward, the reverse combine therefore starts before any recomputation.
+The recomputed forward ends with the experts and does not repeat the combine. Two pieces, marked R, are added
+to the order of :mod:`layer`::
 
     B  after the combine                    starts the reversed combine
     R  up to the dispatch                   starts the dispatch, again
@@ -14,8 +14,8 @@ gets two more pieces, marked R::
     B  up to the dispatch
     F  after the combine
 
-Each piece is recomputed with its original random numbers. Megatron's routers count losses and tokens only in
-passes with a graph, hence once.
+Each piece is recomputed with the random states of the first forward. Megatron's routers count losses and
+tokens only if gradients are enabled, hence once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mindspeed_dsa.platforms.host_pool import download
 
 
 class Part(Enum):
-    """Part of a layer that is recomputed."""
+    """Part of a layer to recompute."""
 
     LAYER = "the whole layer"
     EXPERTS = "all that follows attention"
@@ -67,14 +67,14 @@ def recomputed_part(plan: Any) -> Part | None:
 
 
 class Recomputed:
-    """Drop-in for :class:`Pieces` that runs the pieces up to the experts a second time.
+    """Replacement for :class:`Pieces` that runs the pieces up to the experts twice.
 
-    The second run may happen at any time before backward needs it.
+    The second run can be at any time before backward needs its graph.
 
     Args:
         plan: Megatron's layer plan, with its nodes.
-        build: function that builds the nodes for one forward and backward; called for both runs.
-        part: part of the layer that is recomputed.
+        build: function that builds the nodes for one forward and backward; called once per run.
+        part: part of the layer to recompute.
         megatron: the session's accessor of Megatron's modules.
     """
 
@@ -103,7 +103,7 @@ class Recomputed:
     # -- forward ----------------------------------------------------------------------------------
 
     def forward_before(self, hidden: Tensor) -> Tensor:
-        """Run :meth:`Pieces.forward_before` without a graph, or with only attention's graph."""
+        """Run the first piece without a graph, or with the graph of attention only."""
         self._chunk, self._queueing = dict(vars(self._plan.chunk_state)), queueing_of_now()
         # A leaf, from which the second run starts.
         self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
@@ -126,7 +126,7 @@ class Recomputed:
         return edge
 
     def _enter_before(self) -> None:
-        """Detach the residual and MTP inputs so that later pieces can backpropagate into them."""
+        """Detach the residual and MTP inputs, so that later pieces can backpropagate into them."""
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         if getattr(state, "residual", None) is not None:
             self._residual = WithoutGraph(state.residual)
@@ -137,7 +137,7 @@ class Recomputed:
             chunk.mtp_hidden_states = [entry.enter(entry.edge) for entry in self._predicted]
 
     def forward_experts(self, edge: Tensor) -> Any:
-        """Run :meth:`Pieces.forward_experts` without a graph; the next piece's graph starts at its result."""
+        """Run the second piece without a graph, and detach its results for the third piece."""
         self._random.append(random_states(self._megatron))
         with torch.no_grad():
             edges = self._first.forward_experts(edge)
@@ -166,7 +166,7 @@ class Recomputed:
         return self._behind[-1].enter(self._behind[-1].edge)
 
     def forward_after(self, edges: Any) -> Tensor:
-        """Run :meth:`Pieces.forward_after`, and release everything except the layer's input."""
+        """Run the third piece with its graph, and release everything except the layer's input."""
         output = self._first.forward_after(edges)
         if self._runs_again():
             self._first.before, self._first.experts, self._first.shared = [], None, None
@@ -177,7 +177,7 @@ class Recomputed:
         return output
 
     def _learns(self, name: str = "") -> bool:
-        """Return whether backward must reach the part before the experts, or the named part of the MoE."""
+        """Return whether any weight before the experts, or in the named MoE module, needs a gradient."""
         moe = self._layer.mlp
         modules = [getattr(moe, module, None) for module in ("experts", "shared_experts")]
         behind = {id(param) for module in modules if module is not None for param in module.parameters()}
@@ -192,13 +192,13 @@ class Recomputed:
     # -- backward ---------------------------------------------------------------------------------
 
     def backward_after(self, gradient: Tensor) -> Any:
-        """Run :meth:`Pieces.backward_after` of the first run, which has its graph."""
+        """Run backward of the third piece."""
         edges = self._first.backward_after(gradient)
         # The shared expert's gradient is in self._shared; its edge is of size 0.
         return edges[0] if isinstance(edges, tuple) else edges
 
     def recompute_before(self) -> None:
-        """Run :meth:`Pieces.forward_before` again with its graph, unless done."""
+        """Run the first piece again, with a graph, unless that is done."""
         if self._again is not None or not self._runs_again():
             return
         # The second run starts with an empty state, as the first one did.
@@ -216,13 +216,13 @@ class Recomputed:
         self._compare_routing()
 
     def _compare_routing(self) -> None:
-        """Start to compare the routing with the first forward's. The answer arrives while a piece runs."""
+        """Start an asynchronous check that the routing equals the first forward's."""
         first, self._routing = self._routing, None
         if first is not None:
             self._routes_alike = download((first == self._dispatcher["routing_map"]).all())
 
     def _require_same_routing(self) -> None:
-        """Raise if the routing differs: the combine is not repeated, so its rows would not match."""
+        """Raise if the routing differs, because the combine of the first forward is not repeated."""
         routes_alike, self._routes_alike = self._routes_alike, None
         if routes_alike is not None and not routes_alike():
             raise RuntimeError(
@@ -233,7 +233,7 @@ class Recomputed:
             )
 
     def _leave_before(self, again: Pieces) -> None:
-        """Find the tensors of :meth:`_enter_before` in the new graph."""
+        """Find the tensors detached by :meth:`_enter_before` in the new graph."""
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         self._leaves = [] if self._residual is None else [(state.residual, self._residual)]
         if self._predicted:
@@ -242,7 +242,7 @@ class Recomputed:
             self._leaves += zip(leaves, self._predicted, strict=True)
 
     def recompute_experts(self) -> None:
-        """Run :meth:`Pieces.forward_experts` again with its graph and without a combine, unless done."""
+        """Run the second piece again, with a graph and without a combine, unless that is done."""
         self._require_same_routing()
         edge, self._edge = self._edge, None
         if edge is not None and self._again is not None:
@@ -266,7 +266,7 @@ class Recomputed:
             yield
 
     def backward_experts(self, edge: Any) -> Tensor | None:
-        """Run :meth:`Pieces.backward_experts` of the second run."""
+        """Run backward of the recomputed second piece."""
         if self._again is None:
             return None
         for leaf, entry in zip(self._leaves_behind, self._behind, strict=True):
@@ -276,7 +276,7 @@ class Recomputed:
         return self._again.backward_experts(edge)
 
     def backward_before(self, gradient: Any) -> Tensor | None:
-        """Run :meth:`Pieces.backward_before` of the second run, and of attention if its graph was kept."""
+        """Run backward of the recomputed first piece, and of attention if its graph was kept."""
         again = self._again
         if again is not None:
             for leaf, entry in self._leaves:
@@ -292,7 +292,7 @@ class Recomputed:
 
 
 class _Attention:
-    """Attention of one forward that keeps its graph while the rest of the layer is recomputed.
+    """Attention that keeps its graph while the rest of the layer is recomputed.
 
     Args:
         layer: Megatron's transformer layer.
@@ -307,12 +307,12 @@ class _Attention:
         self._context: Any = None
 
     def begins_at(self, leaf: Tensor) -> None:
-        """Set the leaf at which the graph begins."""
+        """Set the leaf tensor at which attention's graph starts."""
         self._input = leaf
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep only attention's graph of the forward inside the block."""
+        """Context of the first forward: build only attention's graph."""
         attend = self._layer._forward_attention
 
         def forward_attention(*args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,7 @@ class _Attention:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """Reuse the saved attention output instead of running attention."""
+        """Context of the recomputation: reuse attention's output instead of running attention."""
 
         def forward_attention(*_: Any, **__: Any) -> Any:
             set_random_states(self._megatron, self._random)

@@ -1,8 +1,8 @@
-"""Checkpointed segments that a rank recomputes before it waits for their gradient.
+"""Early recomputation: a rank recomputes checkpointed segments before it waits for their gradient.
 
-The schedule's order alone determines the segments and the time. It must not depend on whether a gradient has
-already arrived: the ranks of a tensor, context or expert parallel group have to run their layers' collectives
-in one order, and they do not see the same arrival times.
+The order of recomputation is fixed by the schedule, and does not depend on whether a gradient has arrived.
+The ranks of a tensor, context or expert parallel group must run their collectives in the same order, but
+gradients arrive at different times on each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Unit = tuple[int, int]
 
 
 class Ahead(pipeline_steps.Follower):
-    """Follower that records the segments of each forward with a pending backward, and the next backward."""
+    """Follower of the schedule that records each forward's segments until their backward."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
@@ -45,7 +45,7 @@ class Ahead(pipeline_steps.Follower):
         """Number of segments recomputed in the last step, by place."""
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Determine the order of backwards in the schedule."""
+        """Compute the order of backwards in the schedule."""
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
@@ -61,7 +61,7 @@ class Ahead(pipeline_steps.Follower):
         return True
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Log once how many segments were recomputed ahead."""
+        """Log once how many segments were recomputed early."""
         self._log.info(
             "%d segments were recomputed while a gradient was on its way, %d in their backward",
             *self.recomputed.values(),
@@ -70,7 +70,7 @@ class Ahead(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Start to record a forward's segments; drop a backward's, since its graph holds them."""
+        """Start recording a forward's segments. Drop a backward's segments, which its graph keeps alive."""
         for event in events:
             unit = (event.chunk, event.microbatch)
             if event.kind is Kind.FORWARD:
@@ -82,7 +82,7 @@ class Ahead(pipeline_steps.Follower):
                 self._done += 1
 
     def after(self, events: Sequence[Event]) -> None:
-        """End a forward's recording. Count a pair's backward, which waits for its gradient inside."""
+        """Stop recording. Count a pair's backward here, because it waits for its gradient inside the pair."""
         self.unit = None
         for event in events:
             if self.pairs and event.kind is Kind.BACKWARD:
@@ -90,7 +90,7 @@ class Ahead(pipeline_steps.Follower):
                 self._done += 1
 
     def recompute(self) -> None:
-        """Recompute the segments of the next backward in the order that it needs, the last first."""
+        """Recompute the segments of the next backward, in reverse order of their forward."""
         if not self.following or self._done >= len(self._order):
             return
         index, unit = self._done, self._order[self._done]
@@ -108,7 +108,7 @@ class Ahead(pipeline_steps.Follower):
             self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
-        """Return a function that runs another with 0.12's global current chunk set to ``chunk``."""
+        """Return a wrapper that runs a function with Megatron 0.12's global chunk index set to ``chunk``."""
         state = self.megatron("core.parallel_state")
         current = state.get_virtual_pipeline_model_parallel_rank()
         if current is None:
@@ -128,7 +128,7 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahea
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: follow its events."""
+    """Wrap ``combined_forward_backward_step``: report its events to :class:`Ahead`."""
     return pipeline_steps.follow_pairs(original, context.state(Ahead))
 
 
@@ -146,7 +146,7 @@ def collect_layers(original: _Function, context: Context[Options]) -> _Function:
 
 
 def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``tensor_parallel.random.checkpoint``: make its segment available for recomputation ahead."""
+    """Wrap ``tensor_parallel.random.checkpoint``: record a segment that can be recomputed early."""
     ahead = context.state(Ahead)
 
     def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Functio
 
 
 class _Segment(torch.autograd.Function):
-    """Megatron's checkpoint with outputs that may be recomputed before its backward."""
+    """Megatron's checkpoint function, whose outputs can be recomputed before its backward."""
 
     @staticmethod
     def forward(ctx: Any, segments: list[Any], random: Any, function: _Function, *args: Any) -> Any:
@@ -195,7 +195,7 @@ class _Segment(torch.autograd.Function):
 
 
 def _has_inputs(ctx: Any) -> bool:
-    """Return whether all saved inputs have storage."""
+    """Return whether the memory of all saved inputs is allocated."""
     # An input that is itself recomputed, such as a norm's output, is freed until its gradient arrives. The
     # result is the same on all ranks, as it does not depend on time.
     return all(each.numel() == 0 or each.untyped_storage().nbytes() for each in _tensors(ctx.saved_tensors))
@@ -206,7 +206,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def recompute_segment(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
-    """Run a segment's forward again with its graph, as Megatron's backward would."""
+    """Run a segment's forward again and store its outputs with their graph."""
     with as_in_forward(megatron, ctx.rng_states), gathered_weights.there(ctx.modules):
         ctx.inputs = ctx.random.detach_variable(ctx.saved_tensors)
         outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
@@ -214,7 +214,7 @@ def recompute_segment(ctx: Any, megatron: Megatron, run_there: _Function) -> Non
 
 
 class _Wait:
-    """Handle of a transfer that runs a function before it waits."""
+    """Handle of a transfer; calls a function before it waits."""
 
     def __init__(self, work: Any, before: Callable[[], None]) -> None:
         self._work, self._before = work, before
@@ -225,7 +225,7 @@ class _Wait:
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped handle."""
+        """Forward all other attributes to the wrapped handle."""
         return getattr(self._work, name)
 
 

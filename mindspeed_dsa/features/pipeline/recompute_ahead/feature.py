@@ -1,4 +1,4 @@
-"""Feature that recomputes a chunk while its pipeline rank would wait for a gradient."""
+"""Feature that recomputes a chunk in the time in which its pipeline rank would wait for a gradient."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of early recomputation.
 
     Attributes:
-        everywhere: whether to recompute ahead of every gradient, not only ahead of those awaited in bubbles.
+        everywhere: whether to recompute before every wait for a gradient, not only in pipeline bubbles.
     """
 
     everywhere: bool
@@ -34,12 +34,12 @@ _READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core
 
 
 def recompute_ahead_wanted(settings: Any) -> bool:
-    """Return whether one of the two flags is set."""
+    """Return whether either of the two flags is set."""
     return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
 
 
 def check_recompute_ahead(args: Any, options: Any) -> list[str]:
-    """Refuse jobs without a pipeline, or without segments that Megatron's checkpoint recomputes."""
+    """Report jobs without a pipeline, or without anything that Megatron's checkpoint recomputes."""
     return list(_problems(args))
 
 
@@ -82,7 +82,7 @@ def _problems(args: Any) -> Iterator[str]:
 
 
 def _ahead(args: Any, modules: set[str]) -> set[str]:
-    """Return the modules that can be recomputed before their gradient arrives: their input is in memory."""
+    """Return the recomputed modules whose input stays in memory, so that they can be recomputed early."""
     ready = modules - _WITHOUT_OUTPUT
     for name in _WITHOUT_OUTPUT & modules:
         ready -= _READERS.get(name, set())

@@ -1,4 +1,4 @@
-"""Feature that records the forwards and backwards of every pipeline rank in one step, with times."""
+"""Feature that records the times of forwards and backwards on every pipeline rank in one step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STEP = 3
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of the schedule trace.
 
     Attributes:
         folder: folder for the trace files.
         step: training step to record, from 1.
         split: whether weight gradients are computed separately.
-        waiting: bound on the number of waiting weight gradients, or ``None``.
+        waiting: bound on the number of deferred weight gradients, or ``None``.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class Options:
         """Build from resolved settings.
 
         Raises:
-            SettingsError: a step without a folder.
+            SettingsError: a step is given without a folder.
         """
         folder, step = settings.trace_schedule, settings.trace_schedule_step
         if folder is None:
@@ -54,12 +54,12 @@ class Options:
 
 
 def trace_wanted(settings: Any) -> bool:
-    """Return whether a folder is given, or only a step, which is then refused."""
+    """Return whether a folder or a step is set. A step without a folder is an error."""
     return settings.trace_schedule is not None or settings.trace_schedule_step is not None
 
 
 def check_trace(args: Any, options: Any) -> list[str]:
-    """Refuse a step that the run does not reach, and a folder that is a file."""
+    """Report a step beyond the end of the run, and a folder that is a file."""
     return list(_problems(args))
 
 

@@ -1,4 +1,4 @@
-"""Recorder of the start and end of forwards and backwards in one step, in device time."""
+"""Recorder of the start and end times of forwards and backwards in one step, measured on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Function = Callable[..., Any]
 
 
 class Recorder(pipeline_steps.Follower):
-    """Counts the session's training steps and records the requested one."""
+    """Follower of the schedule that records one step."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
@@ -32,7 +32,7 @@ class Recorder(pipeline_steps.Follower):
         self._origin: tuple[Any, float] = (None, 0.0)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Start the requested step on all ranks at the same time, up to the skew of a barrier."""
+        """Count the step. At the requested one, synchronize all ranks with a barrier and record."""
         self._steps += 1
         if self._steps != self._options.step:
             return False
@@ -44,11 +44,11 @@ class Recorder(pipeline_steps.Follower):
         return True
 
     def before(self, events: Sequence[Event]) -> None:
-        """Mark the start of the events on the device."""
+        """Record the start of the events on the device."""
         self._start = _mark()
 
     def after(self, events: Sequence[Event]) -> None:
-        """Mark the end of the events on the device."""
+        """Record the end of the events on the device."""
         end = _mark()
         self._marks += [(event, self._start, end) for event in events]
 
@@ -99,7 +99,7 @@ class Recorder(pipeline_steps.Follower):
 
 
 def _mark() -> Any:
-    """Record a timing event on the device's current stream."""
+    """Record a timing event on the current device stream."""
     event = platforms.current().new_event(timing=True)
     event.record()
     return event
@@ -109,5 +109,5 @@ record_steps, record_forwards, record_backwards = pipeline_steps.decorators(Reco
 
 
 def record_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: record its events."""
+    """Wrap ``combined_forward_backward_step``: report its events to :class:`Recorder`."""
     return pipeline_steps.follow_pairs(original, context.state(Recorder))

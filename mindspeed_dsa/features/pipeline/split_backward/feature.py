@@ -1,4 +1,4 @@
-"""Feature that splits backward in 1F1B and interleaved pipelines: weight gradients fill bubbles (ZB-H1)."""
+"""Feature that splits weight gradients off the backward in 1F1B pipelines, to fill bubbles (ZB-H1)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DELAY = "--delay-wgrad-compute"
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of the split backward.
 
     Attributes:
-        waiting: bound on waiting weight gradients, in pairs of chunk and microbatch. ``None``: as many as
-            the schedule can use.
+        waiting: largest number of backwards whose weight gradients may be deferred at a time. ``None``: as
+            many as the schedule can use.
     """
 
     waiting: int | None = None
@@ -45,14 +45,14 @@ class Options:
 
 
 def splits_backward(settings: Any) -> bool:
-    """Return whether weight gradients are computed separately."""
+    """Return whether the split backward is set, by our flag or Megatron's."""
     return bool(getattr(settings, "split_backward", False)) or (
         delays_gradients(settings) and not argument(settings, "schedules_method")
     )
 
 
 def delays_gradients(values: Any) -> bool:
-    """Return whether ``--delay-wgrad-compute`` is set, with local layers and a schedule that is served."""
+    """Return whether ``--delay-wgrad-compute`` is set for local layers and a supported schedule."""
     return bool(
         argument(values, "delay_wgrad_compute")
         and argument(values, "transformer_impl") in (None, "local")
@@ -61,40 +61,40 @@ def delays_gradients(values: Any) -> bool:
 
 
 def _in_other_pairs(values: Any) -> bool:
-    """Return whether forwards and backwards are paired by Megatron's own overlap on two streams."""
+    """Return whether Megatron's own overlap pairs forwards and backwards, on two streams."""
     return bool(
         argument(values, "overlap_moe_expert_parallel_comm") and not argument(values, "moe_fb_overlap")
     )
 
 
 def detaches_gradients(settings: Any) -> bool:
-    """Return whether DualPipeV defers weight gradients, by its own flag or Megatron's."""
+    """Return whether DualPipeV defers weight gradients, by our flag or Megatron's."""
     return argument(settings, "schedules_method") == "dualpipev" and bool(
         argument(settings, "dualpipev_dw_detach") or delays_gradients(settings)
     )
 
 
 def recomputes_later(settings: Any) -> bool:
-    """Return whether gradients wait and Megatron's own recompute is used."""
+    """Return whether weight gradients are deferred and Megatron's recomputation is on."""
     waits = splits_backward(settings) or detaches_gradients(settings)
     # That feature handles waiting gradients itself.
     return waits and "recompute-outputs" not in settings.features_on
 
 
 def split_wanted(settings: Any) -> bool:
-    """Return whether backward is split, or only a bound is given, which is then refused."""
+    """Return whether the split backward or its bound is set. A bound without the split is an error."""
     return splits_backward(settings) or settings.split_backward_waiting is not None
 
 
 def serve_without_transformer_engine(args: Any, flag: str = FLAG) -> list[str]:
-    """Clear ``--delay-wgrad-compute`` before Megatron demands Transformer Engine; for ``Feature.rewrite``.
+    """Clear ``--delay-wgrad-compute``, which Megatron refuses for local layers; a ``Feature.rewrite``.
 
     Args:
         args: job arguments, changed in place.
-        flag: flag that serves the request instead.
+        flag: our flag that replaces it.
 
     Returns:
-        Sentences for the log, one per change.
+        Log messages, one per changed argument.
     """
     if not delays_gradients(args):
         return []
@@ -120,7 +120,7 @@ _REFUSED = {
 
 
 def check_split(args: Any, options: Any) -> Iterator[str]:
-    """Yield a problem for jobs without a pipeline, and for settings that place weight gradients elsewhere."""
+    """Yield a problem for jobs without a pipeline, and for settings that defer weight gradients otherwise."""
     if argument(args, "pipeline_model_parallel_size") == 1:
         yield (
             f"{FLAG} fills the waits of a pipeline, and there is none; set --pipeline-model-parallel-size or "
@@ -147,7 +147,7 @@ def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict
     """Return the conflicts of a feature that defers weight gradients.
 
     Args:
-        flag: flag that defers them, for the messages.
+        flag: flag of the feature, for the messages.
         switch: setting that limits the conflict; see :class:`Conflict`.
     """
     chunked = (

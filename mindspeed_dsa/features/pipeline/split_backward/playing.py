@@ -1,4 +1,4 @@
-"""Player that computes a step's weight gradients at their places in the schedule's list."""
+"""Player that computes deferred weight gradients at their positions in the schedule's list."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _MIB = 1 << 20
 
 
 class Player(pipeline_steps.Follower):
-    """Computes the weight gradients that the list has after each backward; Megatron runs the other events.
+    """Follower that computes the weight gradients listed after each backward. Megatron runs the other events.
 
-    They run right after the send of the backward's input gradient, before any wait. Without a send they run
-    at once.
+    Weight gradients are computed right after the backward's input gradient is sent, before any wait. If
+    nothing is sent, they are computed immediately.
 
     Attributes:
-        waiting: weight gradients of the running step, or ``None`` outside a step.
-        most: peak number of waiting weight gradients in the last step, and peak bytes of their operands.
+        waiting: deferred weight gradients of the running step, or ``None`` outside a step.
+        most: peak number of backwards with deferred weight gradients in the last step, and peak bytes of
+            their operands.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -40,7 +41,7 @@ class Player(pipeline_steps.Follower):
         self._is_first = self._sent = False
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Build this rank's list."""
+        """Build this rank's list of events."""
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
         state = self.megatron("core.parallel_state")
@@ -61,7 +62,7 @@ class Player(pipeline_steps.Follower):
         return True
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Run the schedule with reductions postponed until all weight gradients are there."""
+        """Run the schedule, with gradient reduction postponed until all weight gradients are computed."""
 
         def reduced_later(*inner: Any, **keywords: Any) -> Any:
             if not self.following or self.waiting is None:
@@ -76,7 +77,7 @@ class Player(pipeline_steps.Follower):
             self._due.clear()
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Log once how many gradients waited."""
+        """Log once how many weight gradients were deferred at a time."""
         if self.waiting is None:
             return
         self.most = (self.waiting.most_units, self.waiting.most_bytes)
@@ -89,20 +90,20 @@ class Player(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Compute gradients that are still due, if no send has done so."""
+        """Compute weight gradients that are still due."""
         # WEIGHT events are noted by play() itself.
         if events[0].kind is not Kind.WEIGHT:
             self.play()
             self._sent = False
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Defer the weight gradients of the forward's linear layers."""
+        """Return a context that defers the weight gradients of a forward."""
         if self.waiting is None:
             return nullcontext()
         return self.waiting.deferring(forward.chunk, forward.microbatch)
 
     def after(self, events: Sequence[Event]) -> None:
-        """Make the gradients after this backward due; compute them at once on the first stage."""
+        """Mark the weight gradients after this backward as due. Compute them now if nothing is sent."""
         event = next((event for event in events if event.kind is Kind.BACKWARD), None)
         if event is None or self.waiting is None:
             return
@@ -113,18 +114,18 @@ class Player(pipeline_steps.Follower):
             self.play()
 
     def sent(self) -> None:
-        """Compute due gradients while an input gradient is being sent."""
+        """Compute due weight gradients while an input gradient is in transfer."""
         self._sent = True
         self.play()
 
     def play(self) -> None:
-        """Compute all due gradients."""
+        """Compute all due weight gradients."""
         while self._due and self.waiting is not None:
             self.waiting.run(*self._due.popleft())
 
 
 def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
-    """Return a dict from each backward of a rank's list to the weight gradients listed after it."""
+    """Return a dict from each backward in a rank's list to the weight gradients that follow it."""
     after: dict[Unit, list[Unit]] = defaultdict(list)
     last: Unit = (0, 0)
     for event in events:
@@ -140,12 +141,12 @@ play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Play
 
 
 def defer_in_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: follow its events."""
+    """Wrap ``combined_forward_backward_step``: report its events to :class:`Player`."""
     return pipeline_steps.follow_pairs(original, context.state(Player))
 
 
 def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: compute due gradients after sending an input gradient."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: compute due weight gradients after a gradient is sent."""
     player = context.state(Player)
 
     def p2p_ops(*, tensor_send_prev: Any, **kwargs: Any) -> Any:
@@ -158,7 +159,7 @@ def compute_while_sending(original: _Function, context: Context[Options]) -> _Fu
 
 
 def defer_in_recomputation(original: _Function) -> _Function:
-    """Wrap ``tensor_parallel.random.checkpoint``: recomputed layers defer their weight gradients too."""
+    """Wrap ``tensor_parallel.random.checkpoint``: defer weight gradients of recomputed layers too."""
 
     def checkpoint(function: _Function, *args: Any) -> Any:
         return original(queued_as_now(function), *args)
@@ -167,7 +168,7 @@ def defer_in_recomputation(original: _Function) -> _Function:
 
 
 def defer_where_outputs_are_discarded(original: _Function) -> _Function:
-    """Wrap ``CheckpointWithoutOutput.checkpoint`` in the same way."""
+    """Wrap ``CheckpointWithoutOutput.checkpoint``: defer weight gradients of recomputed layers too."""
 
     def checkpoint(self: Any, run_function: _Function, *args: Any) -> Any:
         return original(self, queued_as_now(run_function), *args)
