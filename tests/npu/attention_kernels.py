@@ -51,6 +51,7 @@ def npu_lightning_indexer(
     ends = (actual_seq_lengths_query, actual_seq_lengths_key)
     q, k, w = tokens(query), tokens(key)[:, 0], rows(weights, layout_query).float()
     indices = torch.full((q.shape[0], sparse_count), -1, dtype=torch.int32)
+    # Undefined scores are NaN, so that their use shows.
     values = torch.full((q.shape[0], sparse_count), torch.nan)
     for sequence in sequences(name, layout_query, query, key, *ends):
         scores = index_scores(q[sequence.rows], k[sequence.keys], w[sequence.rows])
@@ -90,12 +91,14 @@ def npu_lightning_indexer_grad(
     )
     int32(name, sparse_indices, actual_seq_lengths_query, actual_seq_lengths_key)
     q, k, w = tokens(query), tokens(key)[:, 0], rows(weights, layout).float()
+    # NaN shows rows and keys that no sequence covers.
     grads = [torch.full_like(x, torch.nan) for x in (q, k, w)]
     indices, dy = rows(sparse_indices, layout), rows(dy, layout).float()
     for s in sequences(name, layout, query, key, actual_seq_lengths_query, actual_seq_lengths_key):
         assert s.keys.stop - s.keys.start >= GRAD_TOPK, f"{name}: fewer keys than topk"
         mask = selected(name, indices, s)
         here = indices[s.rows].long()
+        # Entries of -1 add 0 to the first key.
         grad = torch.zeros(mask.shape).scatter_add_(1, here.clamp_min(0), dy[s.rows] * (here >= 0))
         grads[1][s.keys] = 0
         # Hold only a few rows at a time: 64 heads times all keys would be large.
@@ -189,6 +192,7 @@ def npu_sparse_flash_attention_grad(
         chosen = selected(name, indices, s)[:, None]
         scores = scale_value * products(q[s.rows], k[s.keys])
         p = ((scores - maximum[s.rows]).exp() / total[s.rows]).masked_fill(~chosen, 0)
+        # The gradient of a softmax is p (dp - sum(p dp)); the sum equals out x its gradient.
         delta = (grad_out[s.rows] * o[s.rows]).sum(-1, keepdim=True)
         ds = scale_value * p * (products(grad_out[s.rows], k[s.keys, :512]) - delta)
         grad_query[s.rows] = torch.einsum("rhk,kd->rhd", ds, k[s.keys])

@@ -41,6 +41,7 @@ def npu_fusion_attention(
     out = torch.einsum("bhts,bshd->bthd", weights / total, _repeated(value, head_num))
     return (
         out.to(query.dtype),
+        # The operator repeats each statistic eight times.
         maximum.expand(-1, -1, -1, 8).contiguous(),
         total.expand(-1, -1, -1, 8).contiguous(),
         query.new_empty(0),

@@ -192,6 +192,7 @@ def _overflow_found_by_numpy(original: Callable[..., None]) -> Callable[..., Non
         scalar = lhs.type.scalar
         if scalar.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
+        # Sums and products of 32-bit numbers fit into 64 bits.
         wide = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
         if wide.min() < scalar.get_int_min_value() or wide.max() > scalar.get_int_max_value():
             original(self, lhs, rhs, binary_op)

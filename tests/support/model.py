@@ -167,6 +167,7 @@ def freeze(chunk: torch.nn.Module, name: str) -> torch.nn.Module:
 def fill_by_name(model: torch.nn.Module) -> None:
     for name, parameter in global_names(model).items():
         full = _full_shape(parameter)
+        # Unlike hash(), crc32 of the name is the same seed in every process.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(full, generator=generator)
         weight = 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise

@@ -68,6 +68,7 @@ def layer(cfg: Any) -> Any:
         parameters = dict(built.named_parameters())
         for name, matrix in by_name(built, torch.Tensor.detach).items():
             parameter = parameters.get(name, matrix)
+            # Draw the full weight and take this rank's part, so that all layouts agree.
             full = list(matrix.shape)
             if _split(name, parameter):
                 full[parameter.partition_dim] *= cfg.tensor_model_parallel_size
@@ -133,6 +134,7 @@ def train(
     if before_backward is not None:
         before_backward()
     for index, output in enumerate(outputs):
+        # Each microbatch of each rank has another gradient.
         noise = torch.Generator().manual_seed(1000 + index + 10 * dist.get_rank())
         output.backward(torch.randn(output.shape, generator=noise).to(output.dtype))
     return {
@@ -182,6 +184,7 @@ def assert_as_stock(
     assert_same(ours, found["theirs"], rtol=rtol_bf16 if "bf16" in name else 1e-5)
     fused = [weight for weight in ours["weights"] if "experts." in weight and "True" in weight]
     assert bool(fused) == ("main_grad" in name)
+    # A forward and a backward; a recomputed layer repeats its forward.
     passes = 1 if "graph" in run else 3 if "layer recomputed" in name else 2
     assert found["launched"] == transfers * passes * len(ours["outputs"]), name
 

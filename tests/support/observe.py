@@ -281,7 +281,9 @@ class Observer:
         use = key, _recomputing()
         first = _is_half() and key not in self._first_halves
         call = self._uses[use]
+        # Both halves of a microbatch use the same choices, so the call counts at the second half.
         self._uses[use] += not first
+        # With 2 data parallel ranks, rank 1 has microbatches 1, 3, 5 of the batch.
         choices = self._forced[key][call * self.place.data_size + self.place.data]
         # Padding rows, which a single process lacks, choose nothing.
         widths = [(0, 0)] * choices.ndim

@@ -141,6 +141,7 @@ def forward_backward(job: Job, number: int) -> list[float]:
     job.optimizer.zero_grad()
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     batch = samples(MICROBATCHES * RANKS_OF_DATA, seed=number)
+    # [microbatch, rank, sample, token]: this rank's samples of each microbatch.
     mine = batch.view(MICROBATCHES, ranks, RANKS_OF_DATA // ranks, -1)[:, rank]
     losses = get_forward_backward_func()(
         forward_step_func=partial(_forward_step_of, job.cfg),

@@ -77,7 +77,7 @@ def test_nothing_of_a_case_is_left_for_the_next(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:change_everything", 2)  # and it can all be done again
 
 
-# -- what the ranks do -------------------------------------------------------------------------
+# -- functions that the ranks run ------------------------------------------------------------------
 
 
 def describe(payload: torch.Tensor) -> dict[str, Any]:

@@ -2,5 +2,5 @@
 
 torch_npu runs as on a machine with NPUs, over CANN libraries of our own (``libraries.py``): device memory is
 host memory, streams are queues, HCCL sends files. A dispatch mode (``mode.py``) computes values with CPU
-kernels over the same memory. README.md in this folder says what such a run shows and what it cannot show.
+kernels over the same memory. README.md in this folder lists the limits of such a run.
 """

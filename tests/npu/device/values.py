@@ -75,6 +75,7 @@ def _dropout(x: Tensor, p: float, train: bool = True) -> tuple[Tensor, Tensor]:
     blocks = (x.numel() + 127) // 128 * 128
     bits = torch.zeros(blocks, dtype=torch.uint8)
     bits[: x.numel()] = keep.flatten()
+    # A byte has eight elements, the first one in its lowest bit.
     mask = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
     return x * keep / (1 - p), mask
 
