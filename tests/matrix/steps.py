@@ -63,7 +63,7 @@ def step(
             regions.operator_by_operator() if compiles else contextlib.nullcontext(),
         ):
             result = tiny.one_step(switches, overrides, **arguments)
-            # Before the counters' own patches end, which would look like those of other code.
+            # Before the patches of the counters end, which would look like other code's patches.
             working = at_work()
         for (operator, _), calls in (backend.calls() - before).items():
             counts[f"operator {operator}"] += calls

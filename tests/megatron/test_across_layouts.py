@@ -45,12 +45,12 @@ def test_every_group_gets_that_of_its_multipliers() -> None:
     part = optimizer(group(wd_mult=0.0), group(wd_mult=0.5), group())
     fitted = across_layouts.fitted([part], {**saved, **read})
     assert fitted.keys() == {"state", "param_groups"}
-    assert [(each["lr"], each["params"], each["step"]) for each in fitted["param_groups"]] == [
+    assert [(kept["lr"], kept["params"], kept["step"]) for kept in fitted["param_groups"]] == [
         (2.0, [0], 7),
         (3.0, [1], 7),
         (1.0, [2], 7),
     ]
-    assert not any(each["is_expert_parallel"] for each in fitted["param_groups"])
+    assert not any(kept["is_expert_parallel"] for kept in fitted["param_groups"])
     assert fitted["state"] == {0: "a", 1: "b", "common_step": 7}
 
 

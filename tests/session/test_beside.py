@@ -249,14 +249,14 @@ def test_doctor_reads_the_script(megatron, tmp_path, line, library, refused):
     script.write_text(f"import mindspeed_dsa.megatron_adaptor\n{line}\nfrom megatron.core import mpu\n")
     findings = doctor.examine(["--use-counting", "--", str(script)])
     assert findings["features"][-1]["on"] is True
-    (row,) = (each for each in findings["beside"] if each["imports"])
+    (row,) = (entry for entry in findings["beside"] if entry["imports"])
     assert (row["library"], row["imports"]) == (library, [f"{script} line 2: {line}"])
     assert f"imported by {script} line 2: {line}" in " ".join(doctor.as_text(findings).split())
-    problems = [each for each in findings["problems"] if str(script) in each]
+    problems = [entry for entry in findings["problems"] if str(script) in entry]
     assert len(problems) == refused
     assert not refused or f"{library} patches what this library patches; remove" in problems[0]
     idle = doctor.examine(["--", str(script)])
-    assert not [each for each in idle["problems"] if str(script) in each], "nothing of ours is on"
+    assert not [entry for entry in idle["problems"] if str(script) in entry], "nothing of ours is on"
 
 
 def test_doctor_shows_two_installations(megatron, tmp_path, monkeypatch):

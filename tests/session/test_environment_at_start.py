@@ -119,13 +119,13 @@ def test_a_job_with_a_finding_of_each_level(tmp_path):
     told = re.findall(r"environment: (\w+): .* \[([\w-]+)\]$", done.stderr, re.MULTILINE)
     assert told == wanted, "each once, the worst first, by one rank of the two"
     record = json.loads((tmp_path / "run" / REPORT_FILE).read_text(encoding="utf-8"))
-    assert [(each["level"], each["check"]) for each in record["environment"]] == wanted
+    assert [(finding["level"], finding["check"]) for finding in record["environment"]] == wanted
 
     # doctor sees the real size of the disk.
     doctor = [sys.executable, "-m", "mindspeed_dsa", "doctor", "--json", "--job", "--", *launcher, *job]
     done = warm.run(doctor, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [(each["level"], each["check"]) for each in json.loads(done.stdout)["environment"]]
+    found = [(finding["level"], finding["check"]) for finding in json.loads(done.stdout)["environment"]]
     assert found == wanted[1:]
 
 
