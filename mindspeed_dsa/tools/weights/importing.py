@@ -28,6 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.agreement import is_first, together
+from mindspeed_dsa.features.checkpoints.hugging_face.contradictions import (
+    differing_copies,
+    first_contradiction,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import Mismatch, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
@@ -108,7 +112,10 @@ def run(wanted: Import, progress: Progress) -> None:
 
 def _check(wanted: Import, shape: Shape) -> None:
     _require_free_name(wanted)
+    _require_none(wanted, filter(None, [first_contradiction(wanted.files)]))
     _require_none(wanted, Mismatch.of(shape, wanted.files).problems(dense=False))
+    if is_first():  # the others would read the same large tensors
+        _require_none(wanted, differing_copies(wanted.files, shape))
     wanted.files.check_factors()
 
 

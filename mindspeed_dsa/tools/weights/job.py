@@ -88,7 +88,9 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
     """Return notes on permitted differences between the files and the job's flags."""
-    return mismatch.remarks(wanted.values, _said(wanted.values, flags))
+    shape = Shape.of(argparse.Namespace(**wanted.values), wanted.files.architecture)
+    left_out = mismatch.Mismatch.of(shape, wanted.files).notes()
+    return [*mismatch.remarks(wanted.values, _said(wanted.values, flags)), *left_out]
 
 
 def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, fp8
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL
 from mindspeed_dsa.features.checkpoints.hugging_face.config import FILE
-from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
+from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader, weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.layouts import FACTORS
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     PADDED,
@@ -131,6 +131,11 @@ class Plan:
         for repeated, original in self.shape.repeated():
             if original in pieces and (self._like is None or repeated in self._like.names):
                 pieces[repeated] = pieces[original]
+        if self._like is not None:
+            # Indexers of layers that share a selection: they are not trained, and stay with the model.
+            pieces |= {
+                name: _kept(self._like, name) for name in self.shape.idle() if name in self._like.names
+            }
         others = [
             f"{name} {list(piece.data.shape)} and not {list(self._like.shape(name))}"
             for name, piece in pieces.items()
@@ -187,6 +192,15 @@ class Plan:
             shape = (*[1] * len(offset), *data.shape)
             yield name, Piece(place, key, tuple(stored.size), begin, shape, len(offset), data)
             height += last - first
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        piece = self._pieces[name]
+        if piece.key:
+            return self._reader.read(piece, dtype)
+        assert self._like is not None
+        kept = torch.empty(piece.shape, dtype=dtype)
+        self._like.read_into(kept, name)
+        return kept
 
     def _described(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of the exported files, on the meta device."""
@@ -269,14 +283,14 @@ class Plan:
         """Return a weight, and its factors if it is to be stored in FP8."""
         piece, dtype, like = self._pieces[name], self._dtype(name), self._like
         if dtype != torch.float8_e4m3fn:
-            return self._reader.read(piece, dtype), None
+            return self._read(name, dtype), None
         factors = like.factors(name) if like is not None and like.block(name) == fp8.BLOCK else None
         # With the factors that it was read with, an unchanged weight gives the same bytes again.
         stored = self._factors_dtype(name)
         powers = like is not None and like.quantised.get("scale_fmt") == fp8.POWERS_OF_TWO
         powers = powers or stored == torch.float8_e8m0fnu  # which has powers of two only
         try:
-            weight = self._reader.read(piece, piece.data.dtype)
+            weight = self._read(name, piece.data.dtype)
             return fp8.quantise(weight, factors, powers_of_two=powers, factors_dtype=stored)
         except RunError as error:
             raise RunError(f"{_WHO}: {self.checkpoint}: {name}: {error}") from error
@@ -333,6 +347,14 @@ class Plan:
         """Release the lock of the target; must be called after :meth:`begin` even on failure."""
         if self._sole is not None:
             self._sole.end()
+
+
+def _kept(like: Reader, name: str) -> Piece:
+    """Return a weight of the reference model that is in no checkpoint, and so has no key."""
+    shape, dtype = like.shape(name), like.dtype(name)
+    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    data = torch.empty(shape, dtype=dtype, device="meta")
+    return Piece(Place("", -1, -1, name), "", shape, (0,) * len(shape), shape, 0, data)
 
 
 def _nbytes(tensors: Mapping[str, Tensor]) -> int:

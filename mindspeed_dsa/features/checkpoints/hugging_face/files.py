@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, KeysView, Mapping
@@ -30,6 +31,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, MOST_L
 from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
+_FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<factors>_scale_inv)?")
 _CHUNK = 2**18
 """Elements that are copied and then counted, while they are in a core's cache."""
 
@@ -79,7 +81,7 @@ class Reader:
         self.predictions = range(layers, layers + more)
         self.non_finite = Counter[str]()
         self._lock = threading.Lock()
-        tensors, self._files = _tensors(folder, problems)
+        tensors, self._files = _experts_apart(*_tensors(folder, problems))
         found = layouts.sort(tensors, block, given is not None)
         if found.unread:
             raise self._error(
@@ -91,6 +93,11 @@ class Reader:
         problems += found.problems
         if problems:
             raise self._error(problems)
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """Content of the configuration."""
+        return self._described
 
     @property
     def architecture(self) -> Architecture:
@@ -263,6 +270,26 @@ def _tensors(folder: Path, problems: list[str]) -> tuple[dict[str, Tensor], Mapp
     else:
         problems.append(f"there is neither {SINGLE} nor {INDEX}")
     return {}, {}
+
+
+def _experts_apart(
+    tensors: Mapping[str, Tensor], files: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Replace fused experts, as transformers has them in memory, by views of each expert."""
+    apart, places = dict[str, Tensor](), dict[str, str]()
+    for name, tensor in tensors.items():
+        fused, separate = _FUSED.fullmatch(name), {name: tensor}
+        if fused and tensor.dim() == 3 and tensor.numel():
+            # gate_up_proj is [experts, 2 x width, hidden], with the gate's rows first.
+            parts = ("gate_proj", "up_proj") if fused["part"] == "gate_up_proj" else ("down_proj",)
+            separate = {
+                f"{fused['experts']}.{expert}.{part}.weight{fused['factors'] or ''}": rows
+                for expert, weight in enumerate(tensor)
+                for part, rows in zip(parts, weight.tensor_split(len(parts)), strict=True)
+            }
+        apart |= separate
+        places |= dict.fromkeys(separate, files.get(name, ""))  # an index may lack a name
+    return apart, places
 
 
 def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:

@@ -11,7 +11,11 @@ import torch
 
 from mindspeed_dsa import log as package_log
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.checkpoints.agreement import decided, together
+from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
+from mindspeed_dsa.features.checkpoints.hugging_face.contradictions import (
+    differing_copies,
+    first_contradiction,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import Mismatch, wrong_shapes
@@ -98,11 +102,14 @@ def load(
     began = time.perf_counter()
     files = together(lambda: weights_of(folder), _WHO)
     shape = together(lambda: Shape.of(job, files.architecture), _WHO)
+    together(lambda: _require_none(filter(None, [first_contradiction(files)]), folder), _WHO)
     gaps = Mismatch.of(shape, files)
     # A dense model's files lack all indexers, which are then initialised. If only some are missing, the files
     # are damaged.
     dense = not any(".indexer." in name for name in files.names)
     together(lambda: _require_none(gaps.problems(dense), folder), _WHO)
+    # Copies are large, and all ranks would read the same: 4 x 1.9 GB in DeepSeek-V3.
+    together(lambda: _require_none(differing_copies(files, shape) if is_first() else (), folder), _WHO)
     models = [_unwrapped(chunk) for chunk in chunks]
     for module in (module for model in models for module in model.modules()):
         # Megatron's half precision wrapper has rounded the bias. Before 0.14 only a forward pass widens it.
@@ -116,6 +123,8 @@ def load(
         together(lambda: files.require_finite(_WHO), _WHO)
     if gaps.indexers:
         log.info("%s has no indexers: those of %d layers are initialised", folder, len(gaps.indexers))
+    for note in gaps.notes():
+        log.info("%s: %s", folder, note)
     if gaps.predictions:
         log.info(
             "%s has %d more layers of multi-token prediction, which are not read", folder, gaps.predictions

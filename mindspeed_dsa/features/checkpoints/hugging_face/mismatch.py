@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config
 from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER
+from mindspeed_dsa.features.checkpoints.hugging_face.contradictions import (
+    first_contradiction,
+    layer_of,
+    layers_beyond,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     ALWAYS_SINCE_0_19,
     MISSING,
@@ -128,6 +133,9 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
         yield str(error)
         return
     if hasattr(args, "num_layers"):
+        if contradiction := first_contradiction(files):
+            yield contradiction
+            return
         shape = Shape.of(args, files.architecture)
         yield from Mismatch.of(shape, files).problems(dense=adds_indexers(arguments, args))
 
@@ -363,12 +371,16 @@ class Mismatch:
         unexpected: names that the model lacks.
         indexers: numbers, from 1, of the layers whose indexers the files lack.
         predictions: number of multi-token prediction layers that only the files have.
+        idle: numbers, from 1, of the layers that share a selection and have an indexer in the files.
+        beyond: message on layers after those of the configuration; empty: there are none.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     indexers: tuple[int, ...]
     predictions: int
+    idle: tuple[int, ...] = ()
+    beyond: str = ""
 
     @classmethod
     def of(cls, shape: Shape, files: Reader) -> Mismatch:
@@ -383,14 +395,24 @@ class Mismatch:
             else:
                 missing += lacking
         first_left_out = shape.layers + len(shape.prediction_indexers)
-        wanted |= {name for name, _ in shape.repeated()}
+        idle = set(shape.idle()) & files.names
+        wanted |= {name for name, _ in shape.repeated()} | idle
         if shape.tied:
             wanted.add("lm_head.weight")  # some files repeat the tied weight
         beyond = [number for number in files.predictions if number >= first_left_out]
         left_out = tuple(f"model.layers.{number}." for number in beyond)
         others = (name for name in files.names - wanted if not name.startswith(left_out))
         unexpected = [name for name in others if not name.endswith(shape.architecture.tensors.buffers)]
-        return cls(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(beyond))
+        spoken = shape.layers + len(files.predictions)
+        after = [name for name in unexpected if layer_of(name) >= spoken]
+        return cls(
+            tuple(missing),
+            tuple(sorted(set(unexpected) - set(after))),
+            tuple(sorted(indexers)),
+            len(beyond),
+            idle=tuple(sorted({layer_of(name) + 1 for name in idle})),
+            beyond=layers_beyond(after, shape, len(files.predictions)),
+        )
 
     def problems(self, dense: bool) -> Iterator[str]:
         """Yield a message for each kind of difference that is not permitted.
@@ -402,8 +424,19 @@ class Mismatch:
             yield f"the files lack {listed(self.missing)}"
         if self.unexpected:
             yield f"the files have {listed(self.unexpected)}, which the model does not"
+        if self.beyond:
+            yield self.beyond
         if self.indexers and not dense:
             yield f"the files lack the indexers of layers {listed([str(layer) for layer in self.indexers])}"
+
+    def notes(self) -> Iterator[str]:
+        """Yield a message for parts of the files that are left out."""
+        if self.idle:
+            layers = listed([str(layer) for layer in self.idle])
+            yield (
+                f"the files have indexers in layers {layers}, which share a selection: these are not read, "
+                "and an export with --like copies them"
+            )
 
 
 def wrong_shapes(pieces: Iterable[Piece], files: Reader, shape: Shape) -> Iterator[str]:

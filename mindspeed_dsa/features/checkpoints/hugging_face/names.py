@@ -255,3 +255,10 @@ class Shape:
         for layer in range(len(self.prediction_indexers)):
             for name, original in self.architecture.tensors.repeated.items():
                 yield f"model.layers.{self.layers + layer}.{name}", original
+
+    def idle(self) -> Iterator[str]:
+        """Yield the indexers' names in files for layers that share a selection, and so have none here."""
+        owners = (*self.indexers, *self.prediction_indexers)
+        for layer, owns in enumerate(owners if any(owners) else ()):
+            for names in self.architecture.tensors.indexer.values() if not owns else ():
+                yield from (f"model.layers.{layer}.{name}" for name in names)

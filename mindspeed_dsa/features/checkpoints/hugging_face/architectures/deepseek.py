@@ -7,11 +7,13 @@ from dataclasses import replace
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
     NORMS,
     PREDICTIONS,
+    SHAPES,
     SIZES,
     Architecture,
     Parts,
     Tensors,
     mlp,
+    mlp_shapes,
 )
 
 _INDEXER: Parts = {
@@ -58,6 +60,25 @@ _TENSORS = Tensors(
         "shared_head.head.weight": "lm_head.weight",
     },
 )
+_QUERIES = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+_SHAPES = {
+    **SHAPES,
+    "mlp.gate.weight": ("n_routed_experts", "hidden_size"),
+    "mlp.gate.e_score_correction_bias": ("n_routed_experts",),
+    "self_attn.q_proj.weight": (_QUERIES, "hidden_size"),
+    "self_attn.q_a_proj.weight": ("q_lora_rank", "hidden_size"),
+    "self_attn.q_a_layernorm.weight": ("q_lora_rank",),
+    "self_attn.q_b_proj.weight": (_QUERIES, "q_lora_rank"),
+    "self_attn.kv_a_proj_with_mqa.weight": ("kv_lora_rank + qk_rope_head_dim", "hidden_size"),
+    "self_attn.kv_a_layernorm.weight": ("kv_lora_rank",),
+    "self_attn.kv_b_proj.weight": ("num_attention_heads * (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"),
+    "self_attn.o_proj.weight": ("hidden_size", "num_attention_heads * v_head_dim"),
+    "self_attn.indexer.wq_b.weight": ("index_n_heads * index_head_dim", "q_lora_rank"),
+    "self_attn.indexer.wk.weight": ("index_head_dim", "hidden_size"),
+    "self_attn.indexer.weights_proj.weight": ("index_n_heads", "hidden_size"),
+    **mlp_shapes("mlp.shared_experts", "n_shared_experts * moe_intermediate_size"),
+    **mlp_shapes("mlp.experts.{expert}", "moe_intermediate_size"),
+}
 DEEPSEEK_V3 = Architecture(
     types=("deepseek_v3", "kimi_k2"),
     class_name="DeepseekV3ForCausalLM",
@@ -102,6 +123,7 @@ DEEPSEEK_V3 = Architecture(
     },
     marks={"experimental_attention_variant": False},
     indexer="deepseek-v3.2",
+    shapes=_SHAPES,
     mindspeed_llm="deepseek3",
 )
 DEEPSEEK_V32 = replace(

@@ -65,6 +65,28 @@ def mlp(ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_
     return {f"{ours}.linear_fc1.weight": (gate, up), f"{ours}.linear_fc2.weight": (down,)}
 
 
+def mlp_shapes(theirs: str, width: str) -> dict[str, tuple[str, ...]]:
+    """Return the dimensions of a gated MLP's weights, as in :attr:`Architecture.shapes`.
+
+    Args:
+        theirs: Hugging Face's name of the module.
+        width: keys of the MLP's width.
+    """
+    up = (width, "hidden_size")
+    names = (f"{theirs}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
+    return dict(zip(names, (up, up, ("hidden_size", width)), strict=True))
+
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("vocab_size", "hidden_size")),
+    **dict.fromkeys(
+        ("model.norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"), ("hidden_size",)
+    ),
+    **mlp_shapes("mlp", "intermediate_size"),
+}
+"""Dimensions of weights of every architecture, see :attr:`Architecture.shapes`."""
+
+
 @dataclass(frozen=True)
 class Tensors:
     """Names of the weights in a layer, by the part of the layer.
@@ -131,6 +153,8 @@ class Architecture:
         marks: dict from Megatron's argument to whether a job of this architecture sets it, for arguments that
             tell architectures apart.
         indexer: model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer; empty: none.
+        shapes: dict from a weight's name, without ``model.layers.N.``, to its dimensions: keys, sums of keys
+            and products of both, such as ``a * (b + c)``.
         mindspeed_llm: MindSpeed-LLM's name of the architecture, in ``--model-type-hf``.
     """
 
@@ -146,6 +170,7 @@ class Architecture:
     lists: tuple[str, ...] = ()
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     indexer: str = ""
+    shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mindspeed_llm: str = ""
 
     def said(self, config: Mapping[str, Any], name: str) -> Any:
