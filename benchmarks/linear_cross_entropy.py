@@ -135,6 +135,7 @@ def _measured(sizes: Sizes, name: str, dtype: torch.dtype, device: str, rounds: 
     taken: dict[str, dict[str, list[float]]] = {side: {clock: [] for clock in CLOCKS} for side in sides}
     platform = platforms.current()
     for number in range(rounds):
+        # Every other round runs in reverse order, so that no side always comes first.
         for side in list(sides) if number % 2 == 0 else list(sides)[::-1]:
             platform.synchronize()
             before = {clock: read() for clock, read in CLOCKS.items()}
@@ -142,6 +143,7 @@ def _measured(sizes: Sizes, name: str, dtype: torch.dtype, device: str, rounds: 
             platform.synchronize()
             for clock, read in CLOCKS.items():
                 taken[side][clock].append(read() - before[clock])
+    # The caller holds both gradients in any case.
     beside = {side: held[side] - problem.result_bytes for side in sides}
     return {
         "loss_memory_ratio": {mode: beside[mode] / beside["stock"] for mode in GRADIENTS},

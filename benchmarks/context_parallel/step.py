@@ -118,6 +118,7 @@ def built(sizes: Sizes, ranks: int, **switches: Any) -> Step:
         weight.grad = torch.zeros_like(weight)
     from mindspeed_dsa.context_parallel.layout import Zigzag
 
+    # With a context parallel size of 1, every process has the whole sequence.
     rows = Zigzag(ranks).rows_of_rank(dist.get_rank() % ranks, sizes.length)
     tokens = torch.randint(VOCABULARY, (1, sizes.length + 1), generator=torch.Generator().manual_seed(0))
     places, inputs, labels = rows.unsqueeze(0), tokens[:, :-1][:, rows], tokens[:, 1:][:, rows]
@@ -129,6 +130,7 @@ def built(sizes: Sizes, ranks: int, **switches: Any) -> Step:
         loss.backward()
         results = {"loss": loss.detach().clone()}
         results |= {name: weight.grad for name, weight in model.named_parameters()}
+        # A rank has only its own rows' part of the loss and of the gradients.
         if ranks > 1:
             for value in results.values():
                 dist.all_reduce(value)

@@ -47,6 +47,7 @@ def draw(
     generator, orders = (torch.Generator(device).manual_seed(seed + each) for each in range(2))
     visible = torch.full((rows,), rows) if full else torch.arange(1, rows + 1)
     kept = _correlations(topk / visible, shared)
+    # kept x previous + fresh x noise keeps a variance of 1.
     fresh = (1 - kept**2).sqrt().float().to(device)
     visible = visible[:, None].to(device)
     keys = torch.arange(rows, device=device)
@@ -63,6 +64,7 @@ def draw(
         scores.masked_fill_(keys >= seen, -math.inf)
         selected = scores.topk(topk, sorted=False).indices
         order = selected if ascending else torch.rand(selected.shape, generator=orders, device=device)
+        # Hidden keys are sorted to the end, where they become -1.
         selected = selected.gather(1, order.masked_fill(selected >= seen, rows).argsort(1))
         indices[0, part] = selected.masked_fill_(selected >= seen, -1)
     return indices
@@ -76,6 +78,7 @@ def shared_with(indices: Tensor, apart: int = 1) -> Tensor:
         apart: distance between the rows.
     """
     one, other = indices[:-apart], indices[apart:]
+    # Keys are unique in a row, so equal neighbours in the sorted union are shared; -1 and -2 never are.
     both = torch.cat([one, other.masked_fill(other < 0, -2)], 1).sort(1).values
     same = (both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)
     return same.sum(1) / (one >= 0).sum(1)

@@ -164,6 +164,7 @@ def indexer(model: Model, rows: int) -> Problem:
         # One gradient for each (query, key) pair, wherever a side lists it.
         place = indices + 7 * torch.arange(rows, device=indices.device)[:, None]
         selected = (ours & theirs).gather(-1, indices.clamp_min(0)) & (indices >= 0)
+        # Whole numbers from -6 to 6 are exact in every dtype.
         return (place % 13 - 6).float() * selected
 
     return Problem("lightning_indexer", inputs, forward, start=start)
@@ -276,6 +277,7 @@ def permutation(model: Model, rows: int) -> Problem:
     draw = _Draw()
     inputs = {"tokens": draw(rows, model.hidden)}
     order = torch.rand(rows, model.experts, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    # Each token ranks the experts at random; the first ones are its choice.
     routing = (order < model.chosen_experts).to(draw.device)
     count = rows * model.chosen_experts
 
@@ -410,6 +412,7 @@ def _distance(result: Tensor, expected: Tensor) -> float:
     if not expected.is_floating_point():
         rows = expected.shape[-2]
         ours, theirs = (_as_mask(tensor, rows) for tensor in (result, expected))
+        # A wrong key is missing on one side and extra on the other: half of the sum is the number of keys.
         missing = (theirs & ~ours).sum().item() + (ours & ~theirs).sum().item()
         return missing / 2 / max(theirs.sum().item(), 1)
     ours, theirs = (tensor.detach().float() for tensor in (result, expected))
@@ -424,6 +427,7 @@ def _distance(result: Tensor, expected: Tensor) -> float:
 
 def _as_mask(indices: Tensor, keys: int) -> Tensor:
     """Return ``[..., keys]`` bool: whether a row lists the key; -1 lists none."""
+    # Entries of -1 mark an extra column, which is cut off.
     outside = indices.masked_fill(indices < 0, keys).long()
     mask = torch.zeros((*indices.shape[:-1], keys + 1), dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, outside, True)[..., :keys]

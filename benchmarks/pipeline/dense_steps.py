@@ -122,6 +122,7 @@ def pipeline_step(chunks: int, sizes: Sizes, config: Mapping[str, Any]) -> Step:
         with variant:
             losses = get_forward_backward_func()(
                 forward_step_func=forward_step,
+                # Each chunk reads the whole batch.
                 data_iterator=[iter(batch) for _ in models] if chunks > 1 else iter(batch),
                 model=models if chunks > 1 else models[0],
                 num_microbatches=sizes.microbatches,
@@ -160,6 +161,7 @@ def _configuration(chunks: int, sizes: Sizes, more: Mapping[str, Any]) -> Any:
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             pipeline_dtype=torch.float32,
+            # An interleaved schedule overlaps its messages, the plain one batches them.
             overlap_p2p_comm=chunks > 1,
             batch_p2p_comm=chunks == 1,
             transformer_impl="local",

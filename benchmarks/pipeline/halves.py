@@ -186,6 +186,7 @@ def _parts(layer: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
     ):
         works[f"{name}, forward"] = partial(_forward, part, operand)
         works[f"{name}{_BOTH}"] = partial(_both, part, operand)
+    # An even number of rows, for two ranks.
     sent = torch.randn(rows // 2 * 2, sizes.hidden)
     works["transfer"] = lambda: dist.all_to_all_single(torch.empty_like(sent), sent)
     return works
