@@ -22,7 +22,7 @@ from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exc
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.feature import DEFAULT, NO_DEAL, Options
-from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, SharedMembers
 from mindspeed_dsa.features.attention.context_parallel.query_parts import (
     attend_in_parts,
     beside_latents,
@@ -315,12 +315,13 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
 # -- strategies of layers, and the process groups that they exchange in -----------------------------------
 
 
-_Levels = tuple[int, ProcessGroup, ProcessGroup]
+class _Shared:
+    """Process groups and their members that layers share."""
 
-
-def _levels(context: Context[Options]) -> WeakKeyDictionary[ProcessGroup, _Levels]:
-    """Create, by context parallel group: number of ranks that exchange heads, their group, the ring's."""
-    return WeakKeyDictionary()
+    def __init__(self, context: Context[Options]) -> None:
+        # By context parallel group: number of ranks that exchange heads, their group, and the ring's group.
+        self.levels: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]]
+        self.levels, self.members = WeakKeyDictionary(), SharedMembers()
 
 
 def make_strategy(
@@ -346,9 +347,10 @@ def make_strategy(
     if name == "p2p":
         return Ring(group)
     if name == "a2a":
-        return HeadExchange(group)
+        return HeadExchange(group, shared=context.state(_Shared).members)
     if name == "a2a+p2p":
-        return HeadExchange(group, *_neighbours_and_ring(attention, group, context))
+        levels = _neighbours_and_ring(attention, group, context)
+        return HeadExchange(group, *levels, context.state(_Shared).members)
     raise SettingsError(
         f"{context.feature}: layer {layer_number} has dense attention, for which there is no {name}; use "
         "p2p, a2a or a2a+p2p"
@@ -385,7 +387,7 @@ def _neighbours_and_ring(
     sizes = [degree, group.size() // degree]
     if levels and [level.size() for level in levels] == sizes:
         return levels[0], levels[1]
-    built = context.state(_levels)
+    built = context.state(_Shared).levels
     if group not in built or built[group][0] != degree:
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
         # With 8 ranks and degree 2: rank 5 has neighbours 4, 5 and the ring 1, 3, 5, 7.

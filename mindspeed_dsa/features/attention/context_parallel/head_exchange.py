@@ -30,6 +30,22 @@ from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.platforms.host_pool import upload
 
 
+class SharedMembers(WeakValueDictionary[tuple[int, Tensor], Members]):
+    """Members by group identity and order, shared by all layers while one of them holds them.
+
+    Values are weak, so that an unused group is destroyed, and its threads with it.
+    """
+
+    def of_order(self, group: ProcessGroup, order: Tensor) -> Members:
+        """Return the members of a group whose tokens have this order."""
+        members = self.get((id(group), order))
+        if members is None:
+            # The inverse permutation: position of each rank's tokens within the group's ordered tokens.
+            members = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
+            self[id(group), order] = members
+        return members
+
+
 class HeadExchange(PayloadStrategy):
     """Strategy ``ulysses_cp_algo``, or ``hybrid_cp_algo`` with a ring across groups.
 
@@ -40,14 +56,19 @@ class HeadExchange(PayloadStrategy):
         group: process group of context parallel ranks.
         heads: process group of the neighbours that exchange heads; None: ``group``.
         across: process group of the ring, which has one rank of each neighbour group; None: no ring.
+        shared: members of the other layers.
     """
 
     def __init__(
-        self, group: ProcessGroup, heads: ProcessGroup | None = None, across: ProcessGroup | None = None
+        self,
+        group: ProcessGroup,
+        heads: ProcessGroup | None = None,
+        across: ProcessGroup | None = None,
+        shared: SharedMembers | None = None,
     ) -> None:
         super().__init__(group)
         self._heads = group if heads is None else heads
-        self._across = across
+        self._across, self._shared = across, SharedMembers() if shared is None else shared
         self._of_pack: Members | None = None
 
     def attend_payload(
@@ -92,7 +113,7 @@ class HeadExchange(PayloadStrategy):
     def _gathered(self, payload: Payload, expansion: FromLatents, order: Tensor | None) -> Payload:
         rows, ranks = payload.rows.size(0) * self._heads.size(), self._heads.size()
         if order is not None:
-            members = self._of_pack = _members_of_order(self._heads, order)
+            members = self._of_pack = self._shared.of_order(self._heads, order)
         else:
             members = Members.of(self._heads, Zigzag(ranks), rows)
         (weight,) = payload.weights
@@ -107,20 +128,6 @@ def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tens
     """Return the permutation of neighbours' tokens from rank order to pack order: ``[rows]`` int64, host."""
     held = rows_of_all(layout, length)  # [all ranks, rows], positions in the pack
     return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
-
-
-_shared: WeakValueDictionary[tuple[int, Tensor], Members] = WeakValueDictionary()
-"""Members by group identity and order, shared by all layers while one of them holds them. Values are weak, so
-that an unused group is destroyed, and its threads with it."""
-
-
-def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
-    members = _shared.get((id(group), order))
-    if members is None:
-        # The inverse permutation: position of each rank's tokens within the group's ordered tokens.
-        members = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
-        _shared[id(group), order] = members
-    return members
 
 
 def check_heads(heads: int, payload: Payload, ranks: int) -> None:

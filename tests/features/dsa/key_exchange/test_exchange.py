@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.gather import Members
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
-from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, _members_of_order
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, SharedMembers
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of
 
 # -- functions that run in the pool's workers ------------------------------------------------------
@@ -107,7 +107,7 @@ def of_length(group, length):
 
 
 @pytest.mark.parametrize(
-    ("share", "key"), [(of_length, 24), (_members_of_order, torch.arange(8))], ids=["keys", "heads"]
+    ("share", "key"), [(of_length, 24), (SharedMembers().of_order, torch.arange(8))], ids=["keys", "heads"]
 )
 def test_layers_share_rows_and_hold_no_group(share, key):
     group, other = Group(), Group()
