@@ -125,11 +125,10 @@ def _import(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    from mindspeed_dsa.features.checkpoints.hugging_face import saving
     from mindspeed_dsa.tools.weights import job
 
     with job.processes():
-        plan = saving.write_together(lambda: job.plan_of(options), _bar("export"), _WHO)
+        plan = job.export(options, _bar("export"))
     if _first():
         for note in plan.notes:
             print(f"note: {note}")

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from mindspeed_dsa import session
-from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, mismatch, written_config
+from mindspeed_dsa.features.checkpoints.agreement import decided
+from mindspeed_dsa.features.checkpoints.hugging_face import (
+    companions,
+    config,
+    mismatch,
+    saving,
+    written_config,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
@@ -30,9 +37,9 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Che
 from mindspeed_dsa.megatron.dsa import MODELS
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, tracked
 from mindspeed_dsa.tools.migrate import megatron_flags
-from mindspeed_dsa.tools.weights.importing import WHO, Import
+from mindspeed_dsa.tools.weights.importing import WHO, Import, Progress
 from mindspeed_dsa.tools.weights.model import release_here
 
 _SHARING = ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_topk_pattern")
@@ -142,15 +149,26 @@ def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
 # -- export ------------------------------------------------------------------------------------
 
 
+def export(options: argparse.Namespace, progress: Progress) -> Plan:
+    """Write the export requested by a command line; under torchrun, each process writes a share of its files.
+
+    Raises:
+        RunError: on all ranks, if the checkpoint cannot be read or the files cannot be written.
+    """
+    # A machine may see the tracker later than the others, and would export another checkpoint.
+    options.checkpoint = decided(lambda: newest(options.checkpoint), WHO)
+    return saving.write_together(lambda: plan_of(options), progress, WHO)
+
+
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the export requested by a command line.
+    """Return the plan of an export, whose checkpoint is a folder of one step.
 
     Raises:
         RunError: the checkpoint cannot be read.
     """
     if options.like is not None:
         companions.require_own(options.like, WHO, weights=True)
-    checkpoint = _newest(options.checkpoint)
+    checkpoint = options.checkpoint
     args = Checkpoint(checkpoint).arguments()
     like = None
     if options.like is not None:
@@ -189,13 +207,18 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def _newest(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder by its tracker file, or the folder if it has none."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint of a folder by its tracker file, or the folder if it has none.
+
+    Raises:
+        RunError: the tracker file is damaged.
+    """
+    if not (folder / TRACKER).is_file():
         return folder
-    name = tracker.read_text(encoding="ascii", errors="replace").strip()
-    return folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+    latest, wrong = tracked(folder)
+    if latest is None:
+        raise RunError(f"{WHO}: {folder}: {wrong}; name the folder of a checkpoint in it")
+    return folder / (name_of(latest) if isinstance(latest, int) else latest)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer
-from mindspeed_dsa.tools.weights import importing
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.tools.weights import importing, job
 from tests.support import warm
 from tests.support.ports import free_port
 from tests.tools.weights import models
@@ -174,6 +178,67 @@ def test_a_second_writer_is_refused_and_the_first_ends_whole(model: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "twice", "whole"]
     for text, written in zip(said, ("twice/release", "out"), strict=True):
         assert f"{tmp_path / written} is being written by process {os.getpid()} on " in text
+
+
+# -- ranks that see less than the first ------------------------------------------------------------
+
+
+def export_where_rank_1_sees(what: str, checkpoints: str, target: str) -> str:
+    """Export as two ranks; return the error's message, or an empty string."""
+    options = Namespace(
+        checkpoint=Path(checkpoints),
+        target=Path(target),
+        like=None,
+        dtype=None,
+        shard_size=PART,
+        fp8_blocks=False,
+    )
+    with contextlib.ExitStack() as patched:
+        if dist.get_rank() == 1 and what == "no tracker":
+            patched.enter_context(mock.patch.object(job, "newest", lambda folder: folder))
+        elif dist.get_rank() == 1:
+            plan_of = job.plan_of
+            earlier = Path(checkpoints).with_name("earlier") / "release"
+            patched.enter_context(
+                mock.patch.object(
+                    job,
+                    "plan_of",
+                    lambda options: plan_of(Namespace(**{**vars(options), "checkpoint": earlier})),
+                )
+            )
+        try:
+            job.export(options, lambda total: lambda done: None)
+        except RunError as error:
+            return str(error)
+    return ""
+
+
+def test_the_first_rank_says_which_checkpoint_is_the_newest(model: Path, tmp_path: Path, pool: Any) -> None:
+    done("import", model, tmp_path / "whole")
+    done("export", tmp_path / "whole", tmp_path / "alone", *SHARDS)
+    words = {"what": "no tracker", "checkpoints": str(tmp_path / "whole"), "target": str(tmp_path / "out")}
+    assert pool.run(f"{__name__}:export_where_rank_1_sees", 2, timeout_s=120, **words) == ["", ""]
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_ranks_that_see_two_trainings_of_a_step_write_nothing(model: Path, tmp_path: Path, pool: Any) -> None:
+    """All files would be there, some with the weights of the earlier one."""
+    for name in ("whole", "earlier"):
+        done("import", model, tmp_path / name)
+    words = {"what": "earlier", "checkpoints": str(tmp_path / "whole"), "target": str(tmp_path / "out")}
+    said = pool.run(f"{__name__}:export_where_rank_1_sees", 2, timeout_s=120, **words)
+    assert all("ranks 1 see another checkpoint at " in text for text in said), said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "whole"]
+
+
+@pytest.mark.parametrize("text", ["", "seven", "1" * 50])
+def test_a_damaged_tracker_is_named(model: Path, tmp_path: Path, text: str) -> None:
+    done("import", model, tmp_path / "whole")
+    (tmp_path / "whole" / "latest_checkpointed_iteration.txt").write_text(text)
+    status, said = models.weights("export", tmp_path / "whole", tmp_path / "out")
+    assert status == 2
+    assert "latest_checkpointed_iteration.txt " in said
+    assert "name the folder of a checkpoint in it" in said
 
 
 STALLED = """

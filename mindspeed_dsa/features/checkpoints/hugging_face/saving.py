@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
-from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape, listed
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.runs.files import amount
+from mindspeed_dsa.runs.files import RunError, amount
 from mindspeed_dsa.runs.whole_checkpoints import name_of, tracked
 
 _WHO = "mindspeed_dsa save-hf"
@@ -115,6 +116,20 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
     )
 
 
+def _require_one_checkpoint(plan: Plan, ranks: int, who: str) -> None:
+    """Raise on all ranks if a rank still sees an earlier training of the step."""
+    digests: list[str] = [""] * ranks
+    if ranks > 1:
+        # torch gives each checkpoint a number of its own, which is in the index.
+        digest = together(lambda: hashlib.sha256((plan.checkpoint / INDEX).read_bytes()).hexdigest(), who)
+        dist.all_gather_object(digests, digest)
+    if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise RunError(
+            f"{who}: ranks {listed(others)} see another checkpoint at {plan.checkpoint} than rank 0; wait "
+            "until its file system shows the same to all machines, and run it again"
+        )
+
+
 def write_together(
     planned: Callable[[], Plan], progress: Callable[[int], Callable[[int], None]], who: str
 ) -> Plan:
@@ -130,6 +145,7 @@ def write_together(
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plan = together(planned, who)
+    _require_one_checkpoint(plan, ranks, who)
     try:
         together(lambda: plan.begin() if is_first() else None, who)
         together(lambda: plan.write(rank, ranks, progress), who)
