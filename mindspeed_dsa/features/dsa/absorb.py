@@ -1,8 +1,9 @@
-"""MLA in absorbed form: the key's up-projection moves to the query, the value's to the attention output.
+"""Absorbed form of MLA: heads share the latent key, and the up-projections act on query and output.
 
-``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``. All heads then share
-one key: the latent ``c`` and the rotary part. The latent part is also the value (DeepSeek-V2 paper,
-section 2.1). Parameters are unchanged.
+The key's up-projection moves to the query, ``(W_UK c) . q = c . (W_UK^T q)``. The value's moves to the
+attention output, ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``. All heads then share one key: the latent
+``c`` and the rotary dimensions. The latent is also the value (DeepSeek-V2 paper, section 2.1). Parameters are
+unchanged.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -26,11 +27,11 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to return the absorbed form in DSA models.
 
-    Three cases keep Megatron's per-head form: generation with a cache and, without context parallelism, the
-    stages with dense attention and calls for which :func:`by_head_is_faster`. Dense attention costs a third
-    of the work in per-head form.
+    Generation with a cache keeps Megatron's per-head form. Without context parallelism, so do the stages with
+    dense attention, which costs a third of the work per head, and calls for which :func:`by_head_is_faster`
+    is true.
     """
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
@@ -49,11 +50,11 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
-    """Return whether a layer attends per head because it is faster, under ``--use-dsa-absorb auto``.
+    """Return whether per-head attention is faster than absorbed, under ``--use-dsa-absorb auto``.
 
-    False if the indexer loss is computed in sparse attention's backward, which the per-head operator does not
-    support. False for packed documents, and with Megatron's own attention, which masks the full square in
-    either form.
+    Always False if the indexer loss is computed in the attention's backward, which the per-head operator does
+    not support. Also False for packed documents, and with Megatron's own attention, which computes all
+    query-key pairs in either form.
 
     Args:
         projections: projections of an ``MLASelfAttention``.
@@ -79,10 +80,11 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Return ``get_query_key_value_tensors``' result in absorbed form. Packed documents have a batch of 1.
+    """Return the result of ``get_query_key_value_tensors`` in absorbed form.
 
-    Query and key are as :func:`query_and_key` returns them. The latent query and key-value are shards of the
-    sequence under sequence parallelism.
+    Query and key come from :func:`query_and_key`, which can move the query's rotary dimensions to the key.
+    Under sequence parallelism, the latent query and key-value are shards of the sequence. Packed documents
+    have a batch of 1.
 
     Args:
         projections: projections of an ``MLASelfAttention``.
@@ -117,10 +119,10 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
 def absorbed_query_and_shared_key(
     projections: Projections, hidden_states: Tensor, exchange: KeyExchange
 ) -> tuple[Tensor, ...]:
-    """Derive query, key and value like :func:`absorbed_query_key_value`, under context parallelism.
+    """Like :func:`absorbed_query_key_value`, but for context parallelism.
 
-    The latent key is computed first, from this rank's tokens only, and its gather overlaps the query's
-    projection. Query and key are as :func:`query_beside_key` returns them.
+    The latent key of this rank's tokens is computed first, and its all-gather overlaps with the query's
+    projection. Query and key come from :func:`query_beside_key`.
     """
     # First, because this waits for the layer's gathered weights, which may include the key's norm.
     up_key, up_value = up_projections(projections.layer)
@@ -150,15 +152,16 @@ def absorbed_query_and_shared_key(
 def start_with_key(
     projections: Projections, exchange: KeyExchange, key: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Start to gather a layer's key. Gathers latent and rotary part separately if the operators take parts.
+    """Start the all-gather of a layer's key, in two tensors if operators take rotary dimensions separately.
 
     Args:
         projections: projections of the layer.
         exchange: key exchange of the layer.
-        key: latent and rotary part, ``[s, b, 1, dim]`` each.
+        key: latent and rotary dimensions of the key, ``[s, b, 1, dim]`` each.
 
     Returns:
-        Placeholder for the core attention's key argument. None if the query's rotary part is passed there.
+        Placeholder to pass as the core attention's key. None if the caller passes the rotary query there
+        instead.
     """
     # A recomputed core attention needs one piece: a gather in flight cannot be recomputed, and Megatron's
     # checkpoint has one argument for the gathered key.
@@ -174,17 +177,18 @@ def query_beside_key(
     derive: Callable[..., tuple[Tensor, Tensor]],
     *parts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return query and key arguments for Megatron's layer while the key is being gathered.
+    """Return the query and key arguments of the core attention, while the key is being gathered.
 
     Args:
         projections: projections of the layer.
         started: result of :func:`start_with_key`.
-        derive: function that returns the query's latent and rotary part, ``[s, b, heads, dim]`` each.
+        derive: function that returns the latent and rotary dimensions of the query, ``[s, b, heads, dim]``
+            each.
         *parts: arguments of ``derive``.
 
     Returns:
-        The query and ``started``. With separate parts, the query's latent part and the rotary parts of all
-        heads, ``[s, b, 1, heads * rope]``.
+        The query and ``started``. If ``started`` is None: the query's latent dimensions, and the rotary
+        dimensions of all heads as key, ``[s, b, 1, heads * rope]``.
     """
 
     def in_form(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -199,10 +203,10 @@ def query_beside_key(
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
-    """Return the two halves of the key-value up-projection's weight, per head.
+    """Split the key-value up-projection's weight into key and value weights, per head.
 
     Returns:
-        Key half ``[heads, qk_head_dim, latent]`` and value half ``[heads, value_dim, latent]``, for this
+        Key weight ``[heads, qk_head_dim, latent]`` and value weight ``[heads, value_dim, latent]``, for this
         rank's heads.
 
     Raises:

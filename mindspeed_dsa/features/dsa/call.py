@@ -1,7 +1,7 @@
-"""Arguments of one DSA core attention call.
+"""Arguments of one call of a DSA core attention, independent of the Megatron release.
 
-Each adapter builds a :class:`Call` first: the patched core attention (0.16 to 0.18), the backport, and the
-adapter of context parallel ranks from 0.19 on. The code behind the adapters reads only the call.
+Three adapters build a :class:`Call`: the patched core attention (0.16 to 0.18), the backport (before 0.16),
+and the adapter for context parallelism (0.19 and later). All other code reads only the call.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from mindspeed_dsa.megatron.dsa import Options
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a core attention.
+    """Arguments of one core attention call.
 
     Attributes:
-        layer: ``DSAttention`` module, Megatron's or ours. Its ``training``, ``config``, ``softmax_scale``,
-            ``layer_number`` and ``indexer`` are read. A layer that shares a selection has no indexer.
-        query: query of the main attention; for shapes see :class:`Operands`.
-        key: key of the main attention. Under context parallelism it can be the placeholder that the key
-            exchange returned, or the query's rotary part.
-        value: value of the main attention, or its up-projection in absorbed form.
-        x: hidden states ``[sequence, batch, hidden]``. As many tokens as ``query``, or as ``key`` when
-            earlier tokens of the sequence ran before. A rank's shard of them under sequence parallelism.
+        layer: ``DSAttention`` module, Megatron's or ours. The attributes ``training``, ``config``,
+            ``softmax_scale``, ``layer_number`` and ``indexer`` are read. A layer that reuses another layer's
+            selection has no indexer.
+        query: query of the main attention, shaped as in :class:`Operands`.
+        key: key of the main attention. Under context parallelism, either the placeholder returned by the key
+            exchange, or the rotary dimensions of the query.
+        value: value of the main attention. In absorbed form, the value's up-projection weight.
+        x: hidden states ``[sequence, batch, hidden]`` of the query tokens. If ``key`` has earlier tokens too,
+            ``x`` has them as well. A rank's shard under sequence parallelism.
         qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``. Megatron drops the batch
             dimension for packed sequences.
         options: parts that run on our operators.
         megatron: Megatron that the layer belongs to.
-        groups: tensor parallel ranks (other heads) and context parallel ranks (other tokens).
-        documents: packed documents of the tokens, with a batch of 1; None for whole sequences.
+        groups: tensor parallel group and context parallel group.
+        documents: packed documents, with a batch of 1; None for whole sequences.
         exchange: key exchange of the layer; None without context parallelism.
         keys: number of keys of each sequence, over all context parallel ranks.
-        earlier: number of tokens at the start of ``x`` and ``key`` that have no query in this call.
+        earlier: number of tokens at the start of ``x`` and ``key`` that are not queries in this call.
     """
 
     layer: Any
@@ -82,8 +83,8 @@ def call_of(
         packed_seq_params: Megatron's description of documents; None for whole sequences.
 
     Raises:
-        ValueError: the number of keys does not match the queries of all context parallel ranks. Or several
-            ranks have per-head keys, which no exchange gathers (prefill of generation).
+        ValueError: the number of keys does not match the queries of all context parallel ranks. Or keys are
+            per head under context parallelism (in generation), which the key exchange does not support.
     """
     groups, rows, keys = groups_of(layer), query.shape[0], key.shape[0]
     documents = None if packed_seq_params is None else PackRows.of(packed_seq_params, rows, groups.cp)

@@ -1,4 +1,4 @@
-"""``DSAttention.forward`` as sparse attention on our operators: Megatron-core 0.16 to 0.18, and the backport.
+"""``DSAttention.forward`` on our sparse attention operators, for Megatron-core 0.16 to 0.18 and the backport.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -39,8 +39,8 @@ from mindspeed_dsa.megatron.selection_source import (
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward`` to run sparse attention on our operators.
 
-    Handles causal self-attention over whole sequences and packed documents, in absorbed or per-head form.
-    Falls back to the original for per-head calls without ``attn_mask_type``, where the mask is a tensor.
+    Supports causal self-attention over whole sequences and packed documents, in absorbed or per-head form.
+    Per-head calls without ``attn_mask_type`` have a mask tensor; they run Megatron's original.
     """
 
     def forward(
@@ -81,7 +81,7 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
 
 
 def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:
-    """Raise ValueError for mask, bias or other arguments that the fused attention does not read."""
+    """Raise ValueError for a mask, bias or other argument that fused attention does not support."""
     unknown = []
     # Megatron's name for causal attention within packed documents is padding_causal.
     if getattr(attn_mask_type, "name", "") not in ("causal", "padding_causal"):
@@ -97,16 +97,18 @@ def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: d
 
 
 def attend(call: Call) -> Tensor:
-    """Attend sparsely in a layer. The backward of the output includes the indexer loss, if there is one.
+    """Compute a layer's sparse attention. Backward of the output includes the indexer loss, if there is one.
 
-    Under context parallelism the gather of the latent key has started already. The indexer's key is gathered
-    after it, and both transfers overlap the indexer's query projection. Both are freed until backward.
+    Under context parallelism, the all-gather of the latent key has been started before. The indexer's key is
+    gathered next, and both transfers overlap with the indexer's query projection. The gathered keys are freed
+    after forward, and gathered again in backward.
 
     Returns:
         Attention output ``[s, b, heads * value_dim]``.
 
     Raises:
-        ValueError: a part runs Megatron's own code under context parallelism or for packed documents.
+        ValueError: a part of DSA is set to run Megatron's own code, which supports neither context
+            parallelism nor packed documents.
     """
     options, exchange, topk = call.options, call.exchange, call.layer.config.dsa_indexer_topk
     if (exchange or call.documents) is not None and not (options.all_ours or options.attends_densely):
@@ -156,7 +158,7 @@ def attend(call: Call) -> Tensor:
 
 
 def _rows(call: Call) -> Rows:
-    """Return the range of keys that each query of this rank sees. Padding does not count in the loss."""
+    """Return the range of keys that each query sees, and the mask that excludes padding from the loss."""
     query, exchange, options = call.query, call.exchange, call.options
     if call.documents is not None:
         return Rows.of_pack(call.documents, query.device)
@@ -175,7 +177,7 @@ def _rows(call: Call) -> Rows:
 
 
 def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
-    """Return the operands of the main attention. Waits until the keys of all ranks have arrived."""
+    """Return the main attention's operands, after waiting for the gathered keys."""
     query, value, scale = call.query, call.value, call.layer.softmax_scale
     if call.exchange is None:
         steps = steps_of(call.layer)
@@ -203,7 +205,7 @@ def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
 
 
 def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
-    """Return the options of the indexer loss over ``all_rows`` tokens, or None outside training."""
+    """Return options of the indexer loss, a mean over ``all_rows`` tokens. None if not training."""
     layer, config = call.layer, call.layer.config
     if not (layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
         return None
@@ -226,7 +228,7 @@ def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
 
 
 def _layer_rows(call: Call) -> LayerRows:
-    """Return the tokens of this rank as the selection sources address them."""
+    """Return the description of this rank's tokens for sources of selections."""
     rows, batch = call.query.shape[:2]
     microbatch = current().microbatch
     tokens = None if microbatch is None else microbatch.tokens
@@ -242,7 +244,7 @@ def _layer_rows(call: Call) -> LayerRows:
 
 
 def _chosen(call: Call, sources: Sequence[SelectionSource], rows: LayerRows) -> Chosen | None:
-    """Return the keys of the first source that provides some, or None if the indexer selects."""
+    """Return the keys from the first source that has a selection. None: the indexer selects."""
     answers = (source.choose(rows) for source in sources)
     selected = next((answer for answer in answers if answer is not None), None)
     if selected is None or selected.is_shared:
@@ -256,7 +258,7 @@ def _chosen(call: Call, sources: Sequence[SelectionSource], rows: LayerRows) -> 
 
 
 def _runs(call: Call) -> list[RowRun]:
-    """Return the runs of this rank's tokens, on the host. Padding runs see no key (``low == high``)."""
+    """Return runs of consecutive tokens on this rank. Tokens of padding runs see no key (``low == high``)."""
     padding, rows, exchange = call.options.padding, call.query.shape[0], call.exchange
     if call.documents is not None:
         return [RowRun(*run) for run in call.documents.runs()]

@@ -1,4 +1,4 @@
-"""Flags of fused DSA and of the absorbed form."""
+"""Flags of fused DSA and of the absorbed form of MLA."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
 
 
 def _platform_problems(backend: str) -> list[str]:
-    """Report a requested backend that does not run on this platform."""
+    """Report a requested backend that is not available on this platform."""
     home, platform, interpreter = _HOMES.get(backend), platforms.current().name, ""
     if home in (None, platform):
         return []
@@ -91,7 +91,7 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
 
 
 def _precision_problems(chosen: Options) -> list[str]:
-    """Report FP8 selection that no operator here supports."""
+    """Report FP8 selection if no operator on this platform supports it."""
     wanted, problems = f"--dsa-indexer-precision {chosen.precision}", []
     if not chosen.indexer:
         problems.append(

@@ -1,4 +1,4 @@
-"""Project hidden states to the indexer's query, key and weights, with Megatron's or a fork's modules."""
+"""Projection of hidden states to the indexer's query, key and weights, by Megatron's or a fork's modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_dsa.megatron import second_stream
 
 
 class _NoScores:
-    """Placeholder for scores that :func:`run_tapped` does not compute; Megatron calls its ``topk``."""
+    """Placeholder for scores that are not computed; has only the method ``topk``, which Megatron calls."""
 
     def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
         return None, None
@@ -30,12 +30,12 @@ _PROJECTION = "_mindspeed_dsa_projection"
 
 @dataclass
 class _Projection:
-    """Projection of an indexer for our operators.
+    """State of one projection by an indexer for our operators.
 
     Attributes:
         angles: rotary angles of packed documents' tokens, if there are documents.
-        compute: whether Megatron's scores are wanted as well.
-        inputs: recorded arguments of Megatron's score function.
+        compute: whether Megatron's own scores are computed as well.
+        inputs: arguments captured from Megatron's score function.
     """
 
     angles: Tensor | None
@@ -45,7 +45,7 @@ class _Projection:
 
 @contextmanager
 def projecting(indexer: Any, angles: Tensor | None = None, compute: bool = False) -> Iterator[_Projection]:
-    """Mark an indexer in the block: it projects for our operators. See :class:`_Projection`."""
+    """Context in which an indexer projects for our operators; see :class:`_Projection`."""
     projection = _Projection(angles, compute)
     setattr(indexer, _PROJECTION, projection)
     try:
@@ -55,15 +55,15 @@ def projecting(indexer: Any, angles: Tensor | None = None, compute: bool = False
 
 
 def projection_of(indexer: Any) -> _Projection | None:
-    """Return the running projection for our operators, which apply ReLU themselves if asked, or ``None``."""
+    """Return the running projection, or ``None`` if the indexer does not project for our operators."""
     return getattr(indexer, _PROJECTION, None)
 
 
 def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     """Decorate ``DSAIndexer._compute_index_scores`` of releases without ``forward_before_topk``.
 
-    Captures its arguments for :func:`run_tapped`. The projections, rotary embedding and Hadamard rotation
-    before it stay Megatron's or the fork's own.
+    It captures the function's arguments for :func:`run_tapped`. The projections, rotary embedding and
+    Hadamard rotation thus run in Megatron's or the fork's own code.
     """
 
     def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
@@ -77,7 +77,7 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAIndexer._apply_rope``: positions restart at 0 in each packed document."""
+    """Decorate ``DSAIndexer._apply_rope`` to restart positions at 0 in each packed document."""
 
     def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
         return original(self, x, angles_of_rows(self, rotary_pos_emb), mscale)
@@ -86,18 +86,19 @@ def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def angles_of_rows(indexer: Any, angles: Tensor) -> Tensor:
-    """Return the angles of packed documents during their projection, else ``angles``, ``[s, 1, 1, rope]``."""
+    """Return the rotary angles of packed documents if set, otherwise ``angles``, ``[s, 1, 1, rope]``."""
     projection = projection_of(indexer)
     return angles if projection is None or projection.angles is None else projection.angles
 
 
 @dataclass(frozen=True)
 class IndexUnderWay:
-    """Indexer inputs, with the gather of their key possibly in flight.
+    """Indexer inputs, whose key may still be in an all-gather.
 
     Attributes:
-        wait: function that waits for the gather, and returns the inputs with the keys of the whole sequence.
-        gathered: gathers of the key that are in flight; empty on one context parallel rank.
+        wait: function that waits for the all-gather and returns the inputs, with the keys of the whole
+            sequence.
+        gathered: all-gathers of the key; empty without context parallelism.
     """
 
     wait: Callable[[], IndexInputs]
@@ -105,7 +106,7 @@ class IndexUnderWay:
 
 
 def start_index(call: Call) -> IndexUnderWay:
-    """Project a call's hidden states and latent queries for the indexer."""
+    """Project hidden states and latent queries for the indexer, and start to gather the key."""
     if call.exchange is not None:
         return _start_gathered(call, call.exchange)
     indexer, inputs = call.layer.indexer, indexer_arguments(call)
@@ -124,14 +125,14 @@ def start_index(call: Call) -> IndexUnderWay:
 
 
 def indexer_arguments(call: Call) -> tuple[Tensor, Tensor]:
-    """Return detached hidden states and latent queries, both with a batch dimension."""
+    """Return the hidden states and latent queries, detached and with a batch dimension."""
     qr = call.qr.detach()  # the indexer loss must not train the rest of the model
     # Megatron drops the batch of packed latent queries: [t, q_lora_rank] -> [t, 1, q_lora_rank]
     return call.x.detach(), qr.unsqueeze(1) if call.documents is not None and qr.dim() == 2 else qr
 
 
 def _start_gathered(call: Call, exchange: KeyExchange) -> IndexUnderWay:
-    """Project under context parallelism, key first, so that the query's projection hides the key's gather."""
+    """Project the key first and start its all-gather, which overlaps with the query's projection."""
     # Megatron projects the query first. Key and weights are per token: under sequence parallelism they are
     # projected from this rank's shard, and gathered instead of the wider hidden states.
     indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
@@ -178,7 +179,7 @@ def _normed(indexer: Any, key: Tensor) -> Tensor:
 
 
 def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
-    """Return the indexer's Hadamard rotation, or the identity if the config turns it off."""
+    """Return the function for the indexer's Hadamard rotation; identity if the config turns it off."""
     if not indexer.config.dsa_indexer_rotate_activation:
         return lambda states: states
     rotate: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
@@ -190,18 +191,19 @@ def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
 def run_tapped(
     indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool, angles: Tensor | None = None
 ) -> tuple[IndexInputs, tuple[Any, Any]]:
-    """Run Megatron's ``forward_with_scores`` and record the arguments of its score function.
+    """Run Megatron's ``forward_with_scores`` and capture the arguments of its score function.
 
     Args:
         indexer: Megatron's ``DSAIndexer``.
         x: hidden states ``[sequence, batch, hidden]``, a rank's shard under sequence parallelism.
         qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``.
-        mask: ``[sequence, sequence]``, added to the scores; None for no mask.
+        mask: mask ``[sequence, sequence]`` to add to the scores; None for no mask.
         compute: whether to compute scores and selection.
         angles: rotary angles of packed documents' tokens, if there are documents.
 
     Returns:
-        The indexer's query, key and weights, and the pair (scores, selection), both None without ``compute``.
+        Indexer inputs (query, key and weights), and a tuple of scores and selection, both None without
+        ``compute``.
     """
     with projecting(indexer, angles, compute) as projection:
         result = indexer.forward_with_scores(x, qr, mask=mask, packed_seq_params=None)

@@ -1,7 +1,7 @@
-"""Gradient scale and logging of the indexer loss, and its connection to the backward pass.
+"""Gradient scale, logging and backward of the indexer loss.
 
-:mod:`.loss` computes the loss. Scale and log are stored in Megatron's own classes, which Megatron's DSA
-reads. Releases without DSA get objects with the same attributes.
+:mod:`.loss` computes the loss. Scale and log are stored in Megatron's own classes, where Megatron's DSA reads
+them. For releases without DSA, this module has replacements with the same attributes.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
 
 
 def coefficient(config: Any) -> float:
-    """Return ``dsa_indexer_loss_coeff``; None and negative values mean no loss."""
+    """Return ``dsa_indexer_loss_coeff``, with 0 for None and negative values (no loss)."""
     return max(config.dsa_indexer_loss_coeff or 0.0, 0.0)
 
 
 class LossScale:
-    """Replacement for Megatron's ``DSAIndexerLossAutoScaler`` in releases without it."""
+    """Replacement for Megatron's ``DSAIndexerLossAutoScaler`` in releases that lack it."""
 
     def __init__(self) -> None:
         self.main_loss_backward_scale: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Set the factor of the gradient. Schedules call it before each microbatch's backward."""
+        """Set the factor of the loss gradient. Schedules call this before each microbatch's backward."""
         self.main_loss_backward_scale = scale.detach().clone()
 
 
 class IndexerLoss:
-    """Gradient scale and log of the indexer loss for one Megatron; see :func:`indexer_loss`.
+    """Gradient scale and log of the indexer loss, one per Megatron; see :func:`indexer_loss`.
 
     Attributes:
-        megatron: Megatron that scale and log belong to.
-        sums_over_tokens: whether gradients are sums over tokens, which the optimizer step divides by their
-            number. Set in every forward step, read in backward.
+        megatron: accessor of the Megatron modules.
+        sums_over_tokens: whether gradients must be sums over tokens, because Megatron divides them by the
+            number of tokens at the end of the step. Set in every forward step, read in backward.
     """
 
     def __init__(self, megatron: Megatron) -> None:
@@ -59,31 +59,30 @@ class IndexerLoss:
 
     @property
     def scale(self) -> Any:
-        """Megatron's ``DSAIndexerLossAutoScaler``: ``set_loss_scale``, ``main_loss_backward_scale``."""
+        """Megatron's ``DSAIndexerLossAutoScaler``, or a :class:`LossScale` in releases without DSA."""
         return self._scale if self._lacks_dsa else self._dsa().DSAIndexerLossAutoScaler
 
     @property
     def tracker(self) -> Any:
-        """Megatron's ``DSAIndexerLossLoggingHelper``; see :class:`LossTracker`."""
+        """Megatron's ``DSAIndexerLossLoggingHelper``, or a :class:`LossTracker` in releases without DSA."""
         return self._tracker if self._lacks_dsa else self._dsa().DSAIndexerLossLoggingHelper
 
     def _dsa(self) -> Any:
         return self.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def takes_sums(self, config: Any) -> bool:
-        """Return whether the schedule's scale expects a loss that is a sum over tokens."""
+        """Return whether Megatron's loss scale expects losses that are sums over tokens."""
         return self._takes_sums and bool(config.calculate_per_token_loss)
 
     def gradient(self, loss: Tensor, rows: int) -> Tensor:
-        """Return the gradient with which an indexer loss starts its backward pass.
+        """Return the gradient of an indexer loss with which its backward starts.
 
         Args:
-            loss: scalar, this rank's sum over its tokens divided by ``rows``.
-            rows: number of counted tokens of the microbatch, over all context parallel ranks.
+            loss: scalar, sum over this rank's tokens divided by ``rows``.
+            rows: number of tokens in the microbatch that count in the loss, over all context parallel ranks.
 
         Returns:
-            Scalar: the scale that the schedule set for Megatron's own losses, times ``rows`` if it expects
-            sums.
+            Scalar: the loss scale set by the schedule, times ``rows`` if ``sums_over_tokens``.
         """
         scale = self.scale.main_loss_backward_scale
         gradient = torch.ones_like(loss)
@@ -93,19 +92,19 @@ class IndexerLoss:
         return gradient * rows if self.sums_over_tokens else gradient
 
     def attach(self, output: Tensor, loss: Tensor, rows: int) -> Tensor:
-        """Return ``output`` with the loss attached: its backward also runs the loss's backward.
+        """Return ``output`` with the loss attached: its backward also runs backward of the loss.
 
-        For ``loss`` and ``rows`` see :meth:`gradient`.
+        ``loss`` and ``rows`` are the arguments of :meth:`gradient`.
         """
         return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
-        """Add the loss to the layer's logged sum.
+        """Add a loss to the sum that is logged for the layer.
 
         Args:
-            loss: scalar, this rank's share.
-            layer: ``DSAttention`` module, of which ``layer_number`` and ``config`` are read.
-            group: process group with the other shares, to be summed; None for none.
+            loss: scalar, this rank's share of the loss.
+            layer: ``DSAttention`` module; ``layer_number`` and ``config`` are read.
+            group: process group over which shares are summed; None for a single rank.
         """
         self.tracker.save_loss_to_tracker(
             loss=loss,
@@ -117,12 +116,12 @@ class IndexerLoss:
 
 @cache
 def indexer_loss(megatron: Megatron) -> IndexerLoss:
-    """Return the gradient scale and log of this Megatron. Cached: one per Megatron."""
+    """Return the :class:`IndexerLoss` of a Megatron; cached."""
     return IndexerLoss(megatron)
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Identity on the output. Its backward passes the indexer loss its gradient."""
+    """Identity on the output. Backward also passes a gradient to the indexer loss."""
 
     # Megatron's DSAIndexerLossAutoScaler does the same without the factor `rows`.
 
@@ -143,7 +142,7 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity on the output. Its backward gives the parameters zero gradients."""
+    """Identity on the output. Backward also gives parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
@@ -157,10 +156,10 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def with_zero_gradients(output: Tensor, module: torch.nn.Module) -> Tensor:
-    """Return ``output``, and give the module's trainable parameters zero gradients in its backward.
+    """Return ``output``, whose backward also gives the module's trained parameters zero gradients.
 
-    Megatron's overlapped gradient reduction starts a bucket once all its parameters have a gradient. A
-    parameter without a gradient would make the step fail.
+    Megatron's overlapped gradient reduction starts a bucket when all of its parameters have a gradient. A
+    parameter without any gradient makes the step fail.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return _ZeroGradients.apply(output, *parameters) if parameters else output
@@ -172,16 +171,16 @@ _NAME = "indexer loss"
 
 
 class LossTracker:
-    """Indexer loss log with the functions of Megatron's ``DSAIndexerLossLoggingHelper``.
+    """Log of the indexer loss, with the functions of Megatron's ``DSAIndexerLossLoggingHelper``.
 
     Args:
         megatron: Megatron of the job.
-        home: Megatron's class, which holds the state and is called, so that patches of it apply. None: this
-            object holds the state.
+        home: Megatron's class, if it exists. The state is then stored in it and its methods are called, so
+            that other patches apply. None: this object stores the state.
 
     Attributes:
-        tracker: state without a ``home``: ``values``, one sum per layer, and ``reported``, 1 for each layer
-            that added to its sum since the last clean-up.
+        tracker: state if ``home`` is None. ``values`` has one sum per layer. ``reported`` is 1 for each layer
+            that has added to its sum since the last reset.
     """
 
     def __init__(self, megatron: Megatron, home: Any = None) -> None:
@@ -201,7 +200,8 @@ class LossTracker:
 
         Args:
             loss: scalar loss.
-            layer_number: 1-based number; MTP layers follow the decoder's. None: not logged.
+            layer_number: layer number from 1; MTP layers are numbered after the decoder layers. None: not
+                logged.
             num_layers: number of decoder layers of the model.
             reduce_group: process group to sum losses over, or None.
             avg_group: process group to average losses over, or None.
@@ -224,7 +224,7 @@ class LossTracker:
         tracker["reduce_group"] = tracker["avg_group"] = None
 
     def reduce_loss_in_tracker(self) -> None:
-        """Reduce the losses of all layers to every rank. All ranks must call it, with layers or without."""
+        """Reduce the losses of all layers to every rank. Collective, also for ranks without layers."""
         tracker = self._home.tracker
         if "values" in tracker:
             # Before stages are combined: the layers' groups are only known to their own pipeline stage.
@@ -255,10 +255,10 @@ class LossTracker:
         total_loss_dict: dict[str, Tensor] | None = None,
         per_layer_logging: bool = False,
     ) -> None:
-        """Log the mean over the layers with an indexer, and reset the sums. All ranks must call it.
+        """Log the mean over all layers with an indexer, and reset the sums. Collective over all ranks.
 
         Args:
-            loss_scale: factor of a layer's sum, 1 / number of microbatches.
+            loss_scale: factor of each layer's sum: 1 / number of microbatches.
             iteration: step number to log under.
             writer: TensorBoard writer, or None.
             wandb_writer: Weights & Biases writer, or None.
@@ -285,7 +285,7 @@ class LossTracker:
 
 
 def forget_losses(original: Callable[..., None], context: Context[Any]) -> Callable[..., None]:
-    """Decorate ``destroy_model_parallel`` to clear the log of a failed step before the next job's first."""
+    """Decorate ``destroy_model_parallel`` to clear the log of a failed step before the next job."""
 
     def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -295,7 +295,7 @@ def forget_losses(original: Callable[..., None], context: Context[Any]) -> Calla
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:
-    """Grow the sums to ``size`` layers. Existing values keep their device."""
+    """Extend the sums to ``size`` layers; they stay on their device."""
     for name in ("values", "reported"):
         old = tracker.get(name)
         if old is None:

@@ -1,4 +1,4 @@
-"""Indexer loss with our operators, as this context parallel rank's share."""
+"""Indexer loss computed with our operators, as this context parallel rank's share of the total."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 
 
 def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
-    """Return the operators' reduction over this rank's rows, and the factor of the result.
+    """Return the reduction that the operators should use, and the factor to multiply the result by.
 
-    Reduced loss times factor is this rank's sum divided by the counted rows of all context parallel ranks, so
-    that losses and gradients add up over ranks. Runs a collective over the context parallel ranks if some
-    rows do not count and their number is unknown.
+    The product is the sum over this rank's tokens, divided by the number of counted tokens on all context
+    parallel ranks. Losses and gradients therefore add up over ranks. If that number is unknown because of
+    padding, it is computed by an all-reduce over the context parallel ranks.
     """
     if loss.per_token:
         return "sum", loss.coefficient
@@ -42,15 +42,15 @@ def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, f
 
 
 def sparse_loss(problem: Problem, selection: Selection, attended: Attended | None = None) -> Tensor:
-    """Return the KL divergence of attention and indexer on the selected keys.
+    """Compute the KL divergence between attention and indexer on the selected keys.
 
     Args:
         problem: sparse attention of the layer.
         selection: selected keys.
-        attended: output of the attention with its probabilities; None: they are recomputed.
+        attended: attention output with its probabilities; None: probabilities are recomputed.
 
     Returns:
-        This rank's share of the loss, a scalar with coefficient.
+        This rank's share of the loss, a scalar, multiplied by the coefficient.
     """
     operands, rows, groups, backend = problem.operands, problem.rows, problem.groups, problem.backend
     query, key = operands.detached()  # [b, s, heads, dim], [b, keys, dim] or per head
@@ -84,7 +84,7 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
 
 
 def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
-    """Return the KL divergence on all visible keys; otherwise like :func:`sparse_loss`."""
+    """Compute the KL divergence on all visible keys; otherwise like :func:`sparse_loss`."""
     operands, rows, groups = problem.operands, problem.rows, problem.groups
     reduction, factor = share_of_rank(problem.wanted, rows, groups)
     value = dense_indexer_kl_loss(
@@ -106,16 +106,16 @@ def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
 
 
 def attention_mass(problem: Problem, topk_indices: Tensor) -> Tensor:
-    """Return each key's attention probability, averaged over the heads of all tensor parallel ranks.
+    """Return each selected key's attention probability, averaged over the heads of all ranks.
 
-    Runs the attention again without gradients, and a collective over the tensor parallel ranks.
+    Runs the attention again without gradients, and an all-reduce over the tensor parallel ranks.
 
     Args:
         problem: sparse attention of the layer.
-        topk_indices: selected keys ``[b, s, topk]``. May omit padding rows at the end.
+        topk_indices: selected keys ``[b, s, topk]``. Padding tokens at the end can be omitted.
 
     Returns:
-        ``[b, s, topk]`` fp32. Sums to 1 over each row's keys.
+        Probabilities ``[b, s, topk]`` fp32, which sum to 1 for each query token.
     """
     if topk_indices.shape[1] < problem.operands.query.shape[0]:
         problem = problem.first(topk_indices.shape[1])
@@ -129,7 +129,7 @@ def attention_mass(problem: Problem, topk_indices: Tensor) -> Tensor:
 
 
 def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
-    """Return probabilities summed over this rank's heads, ``[b, s, topk]`` fp32, without gradient."""
+    """Return attention probabilities summed over this rank's heads, ``[b, s, topk]`` fp32, detached."""
     with torch.no_grad():
         summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
     assert summed is not None

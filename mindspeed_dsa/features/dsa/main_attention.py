@@ -1,4 +1,4 @@
-"""Main attention over the selected keys, absorbed or per head, with our operators or PyTorch's kernels."""
+"""Main attention over the selected keys, in absorbed or per-head form."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def attend_sparsely(
     score_gradient: Callable[[Tensor], Tensor] | None = None,
     form: RowForm | None = None,
 ) -> Attended:
-    """Attend to the selected keys with the Sparse Flash Attention operator or its per-head variant.
+    """Compute attention to the selected keys with the Sparse Flash Attention operator.
 
     Args:
-        operands: query, key, value and scale.
+        operands: query, key, value and scale, in absorbed or per-head form.
         topk_indices: selected keys ``[b, s, topk]`` int32, -1 at the tail.
         backend: backend of the operator.
-        with_sum: whether to return ``attention_sum``.
-        topk_scores: scores of the selected keys, see :func:`sparse_flash_attention`; absorbed form only.
-        score_gradient: callback in backward, see :func:`sparse_flash_attention`; absorbed form only.
-        form: form of the rows, if the host knows it.
+        with_sum: whether to return ``attention_sum``, the probabilities summed over heads.
+        topk_scores: indexer scores of the selected keys, see :func:`sparse_flash_attention`; absorbed form
+            only.
+        score_gradient: callback that backward calls, see :func:`sparse_flash_attention`; absorbed form only.
+        form: description of the visible ranges, if the host knows it.
     """
     query = operands.query.transpose(0, 1)  # [b, s, heads, dim]
     if operands.absorbed:
@@ -72,17 +73,17 @@ def attend_sparsely(
 
 
 def expanded_key(operands: Operands) -> Tensor:
-    """Return a per-head view of the key, as Megatron's functions expect it."""
+    """Return the key expanded to all heads without a copy, as Megatron's functions expect."""
     # [s, b, 1, dim] -> [s, b, heads, dim], a view without a copy
     return operands.key.expand(-1, -1, operands.query.shape[2], -1)
 
 
 def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
-    """Attend to all keys that each row sees.
+    """Compute attention to all keys that each query sees.
 
-    Uses PyTorch's attention where it has a kernel without an ``[s, s]`` buffer, one call per packed document.
-    On accelerators absorbed heads are too wide for these kernels, and the sparse operator gets every visible
-    key instead.
+    Uses PyTorch's attention kernels, with one call per packed document, to avoid an ``[s, s]`` buffer. On
+    accelerators, absorbed heads are too wide for these kernels; the sparse operator then gets all visible
+    keys as its selection.
     """
     query, keys = operands.query, operands.key.shape[0]
     # absorbed heads are e.g. 512 + 64 = 576 wide
@@ -117,7 +118,7 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
 
 
 def all_visible(batch: int, keys: int, device: torch.device, rows: Rows) -> Tensor:
-    """List all keys that each row sees, ascending, -1 at the tail: ``[batch, rows, width]`` int32."""
+    """Return indices of all visible keys, ascending, -1 at the tail: ``[batch, rows, width]`` int32."""
     position = torch.arange(rows.most_visible(keys), dtype=torch.int32, device=device)  # [width]
     ends = position + 1 if rows.ends is None else rows.ends  # [s]
     if rows.starts is not None:

@@ -1,4 +1,4 @@
-"""DSA parts that run Megatron-core's own code (0.16 to 0.18). They allocate ``[s, s]`` buffers."""
+"""Parts of DSA run by Megatron-core's own code (0.16 to 0.18), which allocates ``[s, s]`` buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, 
 
 
 def parts_left_to_megatron(call: Call) -> Parts:
-    """Return the parts that run Megatron's own code, by the call's options."""
+    """Return the parts that the call's options leave to Megatron's own code."""
     options, layer = call.options, call.layer
     if options.all_ours:
         return Parts()
@@ -39,7 +39,7 @@ def parts_left_to_megatron(call: Call) -> Parts:
 
 
 def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selection:
-    """Select keys with Megatron's own scores and ``torch.topk``, causally. Allocates ``[b, s, s]``.
+    """Select keys with Megatron's own scores, a causal mask and ``torch.topk``. Allocates ``[b, s, s]``.
 
     Args:
         dsa: Megatron's ``dsa`` module.
@@ -67,7 +67,7 @@ def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selec
 
 
 def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> Attended:
-    """Attend with Megatron's ``unfused_dsa_fn``. Allocates ``[b, heads, s, s]``."""
+    """Compute attention with Megatron's ``unfused_dsa_fn``. Allocates ``[b, heads, s, s]``."""
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed:
         key = expanded_key(operands)  # [s, b, heads, latent + rope]
@@ -80,7 +80,7 @@ def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> 
 
 
 def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selection) -> Tensor:
-    """Return the loss of Megatron's ``compute_dsa_indexer_loss``. Allocates ``[b, heads, s, s]``."""
+    """Compute the loss with Megatron's ``compute_dsa_indexer_loss``. Allocates ``[b, heads, s, s]``."""
     scores = selection.scores
     if scores is None:
         scores = megatron_scores(dsa, attention.indexer, selection.inputs)
@@ -99,7 +99,7 @@ def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selec
 
 
 def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
-    """Return Megatron's scores of all query-key pairs ``[b, s, s]``, with future keys at -inf."""
+    """Compute Megatron's scores of all query-key pairs ``[b, s, s]``, with future keys at -inf."""
     # [b, s, ...] -> [s, b, ...]
     query, weights = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1)
     key = inputs.key.transpose(0, 1)
@@ -119,13 +119,13 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def canonical(chosen: Tensor) -> Tensor:
-    """Convert Megatron's selection, which pads short rows with future keys, to the operators' format.
+    """Convert a selection by Megatron, which pads with future keys, to the operators' format.
 
     Args:
-        chosen: ``[b, s, topk]`` int64 positions in any order.
+        chosen: selected positions ``[b, s, topk]`` int64, in any order.
 
     Returns:
-        ``[b, s, topk]`` int32, ascending, -1 at the tail.
+        Indices ``[b, s, topk]`` int32, ascending, -1 at the tail.
     """
     length = chosen.shape[1]
     row = torch.arange(length, device=chosen.device)[:, None]  # [s, 1]
@@ -135,6 +135,6 @@ def canonical(chosen: Tensor) -> Tensor:
 
 
 def for_megatron(topk_indices: Tensor) -> Tensor:
-    """Convert the operators' selection to int64 without -1, which Megatron's functions can scatter."""
+    """Convert the operators' selection to int64 indices without -1, which Megatron can scatter."""
     # Unused entries repeat the row's first key. Megatron scatters a constant, so repeats do no harm.
     return torch.where(topk_indices < 0, topk_indices[..., :1], topk_indices).long()  # [b, s, topk]

@@ -1,7 +1,7 @@
-"""DSA modules with the names, parameters and shapes of Megatron-core 0.16.
+"""Backport of Megatron-core 0.16's DSA modules, with the same names, parameters and shapes.
 
-They always run on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first. ``s`` is the
-whole sequence, or a rank's shard of it where sequence parallelism is mentioned.
+The modules always run on the operators of ``mindspeed_dsa.ops``. Tensors are in Megatron's layout, sequence
+first. ``s`` is the whole sequence, or a rank's shard of it where sequence parallelism is mentioned.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -45,7 +45,7 @@ except ImportError:
 
 
 def rotate_activation(x: Tensor) -> Tensor:
-    """Multiply the last dimension by the orthonormal Hadamard matrix. Keeps shape and dtype."""
+    """Multiply the last dimension by the orthonormal Hadamard matrix. Shape and dtype are unchanged."""
     if x.is_cuda and x.dtype == torch.bfloat16 and hadamard_transform is not None:
         rotated: Tensor = hadamard_transform(x, scale=x.size(-1) ** -0.5)
         return rotated
@@ -78,7 +78,7 @@ class ProcessGroups:
 
     @classmethod
     def of(cls, megatron: Megatron, passed: Any = None) -> ProcessGroups:
-        """Return the groups passed to a module (0.13 and later), or else Megatron's global ones."""
+        """Return the process groups passed to a module (0.13 and later), otherwise Megatron's global ones."""
         state = megatron("core.parallel_state")
         tp, cp = getattr(passed, "tp", None), getattr(passed, "cp", None)
         return cls(
@@ -88,13 +88,14 @@ class ProcessGroups:
 
 
 class Indexer(torch.nn.Module):
-    """Lightning Indexer: projections for the scores of all keys per query.
+    """Lightning Indexer: projects hidden states to the query, key and head weights of the index scores.
 
     Replicated on every tensor parallel rank. Each rank sees the whole sequence and computes the full
-    gradient, so parameters are marked to be averaged, not summed, over tensor parallel ranks.
+    gradient, so parameters are marked to be averaged instead of summed over tensor parallel ranks.
 
     Args:
-        config: Megatron's configuration, with the fields of :class:`.job.DSAFields` and of dsa-model.
+        config: Megatron's configuration, with the fields of :class:`.job.DSAFields` and of the feature
+            ``dsa-model``.
         submodules: specs of the four modules.
         pg_collection: Megatron's process groups; None: the groups of ``parallel_state``.
     """
@@ -158,13 +159,13 @@ class Indexer(torch.nn.Module):
     def forward_before_topk(
         self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states for the indexer.
+        """Compute the indexer's query, key and head weights.
 
         Args:
             x: hidden states ``[s, b, hidden]`` of this context parallel rank, a shard of them under sequence
                 parallelism.
             qr: latent query ``[s, b, q_lora_rank]``, sharded like ``x``.
-            packed_seq_params: ignored; callers with packed documents set the angles of their positions.
+            packed_seq_params: ignored; callers with packed documents set the rotary angles themselves.
 
         Returns:
             Query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, with
@@ -190,7 +191,7 @@ class Indexer(torch.nn.Module):
         return query, key, weights
 
     def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
-        """Rotate the last or first dimensions of ``[s, b, heads, head_dim]``, as configured."""
+        """Rotate the first or the last dimensions of ``[s, b, heads, head_dim]``, as configured."""
         if self.config.dsa_indexer_rope_first:
             return rotate_first_dimensions(self.megatron, self, x, rotary_pos_emb, mscale)
         plain, rotary = x.split(
@@ -201,10 +202,11 @@ class Indexer(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    """Core attention over the keys that its indexer selects.
+    """Core attention over the keys that the indexer selects.
 
-    Takes the arguments of Megatron's core attentions, and ``options``. The attention layers of these releases
-    do not pass ``x`` and ``qr``, so these can also be set before the call with :meth:`hand_over`.
+    The constructor has the arguments of Megatron's core attentions, and ``options``. In these releases,
+    attention layers do not pass the indexer's inputs ``x`` and ``qr`` to ``forward``; they can be set before
+    the call with :meth:`hand_over`.
     """
 
     megatron: ClassVar[Megatron]
@@ -239,7 +241,7 @@ class Attention(torch.nn.Module):
         self._handed_over: tuple[Tensor, Tensor] | None = None
 
     def hand_over(self, x: Tensor, qr: Tensor) -> None:
-        """Set the indexer's inputs for the next call; shapes as in :meth:`forward`."""
+        """Set the indexer's inputs for the next call of :meth:`forward`, which documents their shapes."""
         self._handed_over = (x, qr)
 
     def forward(
@@ -254,7 +256,7 @@ class Attention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend causally to the selected keys.
+        """Compute causal attention to the selected keys.
 
         Args:
             query: ``[s, b, heads, dim]``, this rank's heads.
@@ -272,8 +274,8 @@ class Attention(torch.nn.Module):
             Attention output ``[s, b, heads * value_dim]``.
 
         Raises:
-            RuntimeError: ``x`` and ``qr`` were neither passed nor set.
-            ValueError: another mask type than causal, or a bias.
+            RuntimeError: ``x`` and ``qr`` were neither passed nor set with :meth:`hand_over`.
+            ValueError: the mask type is not causal, or there is a bias.
         """
         if x is None or qr is None:
             if self._handed_over is None:
@@ -317,7 +319,7 @@ class Attention(torch.nn.Module):
 
 
 class Classes(NamedTuple):
-    """DSA module classes of one Megatron."""
+    """DSA module classes for one Megatron."""
 
     attention: type
     indexer: type
@@ -325,7 +327,7 @@ class Classes(NamedTuple):
 
 @cache
 def dsa_classes(megatron: Megatron) -> Classes:
-    """Build DSA's modules for a Megatron from its ``MegatronModule``, with the names of later releases."""
+    """Build the DSA module classes on a Megatron's ``MegatronModule``, with the names of later releases."""
     base: Any = megatron("core.transformer.module").MegatronModule
 
     class DSAttention(Attention, base):
@@ -339,7 +341,7 @@ def dsa_classes(megatron: Megatron) -> Classes:
 
 
 def core_attention_spec(options: Options, megatron: Megatron) -> Any:
-    """Build the spec of a DSA core attention. Uses PyTorch modules, whatever the rest of the layer uses."""
+    """Build the spec of a DSA core attention, always with PyTorch modules."""
     spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
     linear = duplicated_linear(megatron)
     return spec(
@@ -360,7 +362,7 @@ def core_attention_spec(options: Options, megatron: Megatron) -> Any:
 
 
 def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -> Any:
-    """Build MLA's rotary embedding, RoPE or YaRN. It returns this context parallel rank's angles."""
+    """Build MLA's rotary embedding (RoPE or YaRN), which returns this context parallel rank's angles."""
     embeddings = megatron("core.models.common.embeddings")
     plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
     # Before 0.14 the embedding takes the group from parallel_state.

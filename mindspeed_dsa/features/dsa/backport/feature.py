@@ -49,7 +49,7 @@ def with_dsa_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_dsa_flags(parser: Any) -> Any:
-    """Add DSA's flags to an argparse parser, except flags that it has already, e.g. from a fork."""
+    """Add DSA's flags to an argparse parser, unless it has them already (as in some forks)."""
     missing = [(name, options) for name, options in FLAGS if name not in parser._option_string_actions]
     if missing:
         group = parser.add_argument_group(title="DeepSeek sparse attention")
@@ -60,10 +60,10 @@ def add_dsa_flags(parser: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Requested DSA options.
+    """Options of the DSA backport.
 
     Attributes:
-        dsa: options with every part on our operators, as Megatron has no implementation to fall back to.
+        dsa: options of fused DSA, with every part on our operators because this Megatron has no DSA.
     """
 
     dsa: dsa.Options
@@ -95,7 +95,7 @@ BACKPORT = Flag(
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the job asks for the backport, or has a DSA model and does not refuse it."""
+    """Return whether the job requests the backport, or has a DSA model and does not switch it off."""
     choice = getattr(settings, BACKPORT.dest, None)
     return uses_dsa(settings) if choice is None else bool(choice)
 

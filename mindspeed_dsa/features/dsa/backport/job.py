@@ -1,4 +1,4 @@
-"""Job code around the attention that these releases lack: config fields, layer numbers, gradients, log.
+"""Backport of DSA outside attention: config fields, layer numbers, gradient averages and the loss log.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -24,7 +24,7 @@ from mindspeed_dsa.megatron.indexer_loss import keep_step_loss
 
 @dataclasses.dataclass
 class DSAFields:
-    """DSA fields with names, types and defaults as in Megatron-core 0.16's ``TransformerConfig``."""
+    """DSA fields with the names, types and defaults of Megatron-core 0.16's ``TransformerConfig``."""
 
     experimental_attention_variant: str | None = None
     dsa_indexer_n_heads: int | None = None
@@ -40,7 +40,7 @@ dataclass finds them in the class's ``__dataclass_fields__``."""
 
 
 def check_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__`` to raise for DSA models that cannot be built."""
+    """Decorate ``TransformerConfig.__post_init__`` to raise for DSA models that are not supported."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         problems = problems_of(self)
@@ -52,7 +52,7 @@ def check_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def problems_of(config: Any) -> list[str]:
-    """Return problems with a DSA configuration. Each message includes a fix."""
+    """Return problems with a DSA configuration, each with a fix."""
     variant = getattr(config, "experimental_attention_variant", None)
     if variant is None:
         return []
@@ -81,7 +81,7 @@ def problems_of(config: Any) -> list[str]:
 
 
 def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__`` to number its attention within the model."""
+    """Decorate ``TransformerLayer.__init__`` to set the attention's layer number in the whole model."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -91,7 +91,7 @@ def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__`` to number MTP layers after the decoder's."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to number MTP layers after the decoder layers."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -112,8 +112,8 @@ def _number(layer: Any, number: int) -> None:
 def average_marked_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``_allreduce_layernorm_grads`` to average marked gradients, as later releases do.
 
-    Replicas of the indexer start equal and get equal gradients up to rounding. With nondeterministic kernels
-    they would drift apart without the average.
+    The indexer's replicas start with equal weights, and their gradients are equal up to rounding. Without the
+    average, nondeterministic kernels would make the replicas drift apart.
     """
 
     def _allreduce_layernorm_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ def average_marked_gradients(original: Callable[..., None], context: Context[Opt
 
 
 def log_indexer_loss(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``megatron.training.training.training_log``; once per step. All ranks must call it."""
+    """Decorate ``megatron.training.training.training_log`` to log the indexer loss. Collective."""
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training.global_vars")

@@ -1,4 +1,4 @@
-"""Wrappers that give MLA layers a DSA core attention and pass its inputs.
+"""Patches that give MLA layers a DSA core attention and its inputs.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -31,7 +31,7 @@ from mindspeed_dsa.megatron.mla_projections import Projections, Rotate, derived_
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__`` to build a DSA core attention, whatever the layer's spec."""
+    """Decorate ``MLASelfAttention.__init__`` to build a DSA core attention, whatever the spec says."""
 
     # Not done in spec functions: these releases call them without the configuration, and custom specs must
     # work as well.
@@ -57,7 +57,7 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
 
 
 def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to derive DSA's inputs as well."""
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to compute the indexer's inputs as well."""
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
         if not uses_dsa(layer.config):
@@ -76,7 +76,7 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
 def _derive(
     projections: Projections, hidden_states: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value of the whole sequence, and set the indexer's inputs."""
+    """Return query, key and value, and set the core attention's indexer inputs."""
     # Per head: query and key [s, b, heads, dim], value [s, b, heads, value_dim]. Absorbed: key [s, b, 1,
     # latent + rope], and the value is the up-projection [heads, value_dim, latent].
     attention, config = projections.layer, projections.layer.config
@@ -140,7 +140,7 @@ def _derive(
 def _start_with_key(
     projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
 ) -> Tensor | None:
-    """Start to gather the absorbed key from context parallel ranks; see :func:`start_with_key`."""
+    """Start the all-gather of the absorbed key over context parallel ranks; see :func:`start_with_key`."""
     rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
     latent = projections.layer.kv_layernorm(latent)
     key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
@@ -168,7 +168,7 @@ def _by_head(
 
 
 def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor) -> None:
-    """Set the core attention's indexer inputs for its next call."""
+    """Set the indexer inputs for the core attention's next call."""
     config = attention.config
     if config.dsa_indexer_normalised_query and config.q_lora_rank is not None:
         # The indexer does not train the model: no gradient for the norm.

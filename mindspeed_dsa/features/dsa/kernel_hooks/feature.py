@@ -1,4 +1,4 @@
-"""Our operators as a DSA kernel backend of Megatron-core 0.19, through its kernel hooks.
+"""Our operators as a DSA kernel backend for Megatron-core 0.19's kernel hooks.
 
 tests: tests/matrix/test_kernel_backend.py
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def refusals(chosen: FusedOptions) -> list[str]:
-    """Return options that Megatron-core 0.19 and later do not support. Each message includes a fix."""
+    """Return options that are not supported with Megatron-core 0.19 and later, each with a fix."""
     if not chosen.fuse_kl_in_backward:
         return []
     return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
 def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
-    """Report :func:`refusals` if this Megatron has the kernel hooks."""
+    """Report :func:`refusals` on releases that have the kernel hooks."""
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     return refusals(FusedOptions.of(args)) if has_hooks else ()
@@ -38,7 +38,7 @@ def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Options(FusedOptions):
-    """Options of fused DSA. All parts are on if no part was requested."""
+    """Options of fused DSA. If no part is requested, all parts are on."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
@@ -50,9 +50,9 @@ class Options(FusedOptions):
 
 
 def kernel_hooks_wanted(settings: Any) -> bool:
-    """Return whether a fused DSA flag is set, or Megatron's flag names our backend.
+    """Return whether a flag of fused DSA is set, or Megatron's backend flag names our backend.
 
-    True as well for stages with dense attention, unless Megatron's flag names another backend.
+    Also True in stages with dense attention, unless Megatron's flag names another backend.
     """
     options, kernels = FusedOptions.of(settings), settings.dsa_kernel_backend
     named = getattr(settings, "dsa_backend", "auto") != "auto" or kernels == "mindspeed"

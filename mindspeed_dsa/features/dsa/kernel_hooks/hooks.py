@@ -1,9 +1,9 @@
-"""Our DSA kernel backend for Megatron-core 0.19: its selection, and its hook functions.
+"""Our DSA kernel backend for Megatron-core 0.19: patches that select it, and its hook functions.
 
-Megatron calls the hooks with its layout, sequence first. A hook that returns ``None`` declines, and Megatron
-calls the next hook, finally its own PyTorch code. ``starts`` and ``ends`` give the keys that each row sees,
-in the order of ``k``. They describe causal, packed and context parallel rows, so Megatron's other packing
-arguments are ignored.
+Tensors are in Megatron's layout, sequence first. If a hook returns ``None``, Megatron calls the next hook, or
+finally its own PyTorch code. A row is a query token. It sees the keys ``starts <= index < ends``, in the
+order of ``k``. These ranges cover causal masks, packed documents and context parallelism, so Megatron's other
+arguments about packing are ignored.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -58,9 +58,9 @@ def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]
 
 
 def choose_our_backend(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__`` to select our backend for DSA models.
+    """Decorate ``TransformerConfig.__post_init__`` to select our backend in DSA models.
 
-    A configuration that names another backend raises ValueError.
+    Raises ValueError if the configuration names another backend.
     """
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,13 +85,13 @@ def choose_our_backend(original: Callable[..., None], context: Context[Options])
 
 
 def module_name(context: Context[Options]) -> str:
-    """Return the module name for Megatron's table of kernel backends, from which it imports the module."""
+    """Return the backend's module name, which Megatron finds in its table of backends and imports."""
     return backend_module(context.options).__name__
 
 
 @cache
 def backend_module(options: Options) -> ModuleType:
-    """Create a module with the hooks as functions, bound to these options.
+    """Create a module whose functions are the hooks, bound to these options.
 
     Megatron caches the last imported module by name, so different options need different names.
     """
@@ -109,10 +109,10 @@ def backend_module(options: Options) -> ModuleType:
 
 @dataclass(frozen=True)
 class KernelHooks:
-    """Functions that Megatron calls, on the operators of ``mindspeed_dsa.ops``.
+    """Hook functions that Megatron calls, implemented with the operators of ``mindspeed_dsa.ops``.
 
     Attributes:
-        options: parts that our operators take over.
+        options: options that define which parts run on our operators.
     """
 
     options: Options
@@ -129,22 +129,22 @@ class KernelHooks:
         use_relu: bool = True,
         **layout: Any,
     ) -> tuple[Tensor, None] | None:
-        """Select the keys of every row.
+        """Select the keys of every query token.
 
         Args:
-            q: index query ``[sq, b, index_heads, index_dim]``.
-            k: index key ``[sk, b, index_dim]``.
+            q: query of the indexer ``[sq, b, index_heads, index_dim]``.
+            k: key of the indexer ``[sk, b, index_dim]``.
             weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
-            index_topk: number of keys per row.
+            index_topk: number of keys per query token.
             starts: first visible key of each row, ``[sq]`` int32.
             ends: end of the visible keys of each row, ``[sq]`` int32.
-            block_size: rows per launch; unused, as our operators limit their memory themselves.
-            use_relu: whether ReLU is applied to the per-head products.
+            block_size: rows per launch; unused, because our operators limit their memory themselves.
+            use_relu: whether ReLU is applied to the query-key products of each head.
             **layout: arguments from which Megatron derived ``starts`` and ``ends``; unused.
 
         Returns:
-            Indices ``[b, sq, min(index_topk, sk)]`` int32, ascending, -1 at the tail, and None for the number
-            of valid entries, which the -1 entries encode. None if the fused indexer is off.
+            Indices ``[b, sq, min(index_topk, sk)]`` int32, ascending with -1 at the tail, and None in place
+            of the numbers of valid entries. Returns None instead of the tuple if the fused indexer is off.
         """
         if not self.options.indexer:
             return None
@@ -179,30 +179,31 @@ class KernelHooks:
         use_relu: bool = True,
         **layout: Any,
     ) -> tuple[Tensor, None, Tensor] | None:
-        """Select the keys of every row, and compute the sparse indexer loss on them.
+        """Select the keys of every query token, and compute the sparse indexer loss on them.
 
         Args:
-            q: index query ``[sq, b, index_heads, index_dim]``.
-            k: index key ``[sk, b, index_dim]``.
+            q: query of the indexer ``[sq, b, index_heads, index_dim]``.
+            k: key of the indexer ``[sk, b, index_dim]``.
             weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
-            index_topk: number of keys per row.
+            index_topk: number of keys per query token.
             starts: first visible key of each row, ``[sq]`` int32.
             ends: end of the visible keys of each row, ``[sq]`` int32.
             block_size: rows per launch; unused.
-            query: main query ``[sq, b, heads, latent + rope]``, this rank's heads in absorbed form.
-            key: main key ``[sk, b, 1, latent + rope]``.
+            query: query of the main attention ``[sq, b, heads, latent + rope]``, this rank's heads in
+                absorbed form.
+            key: key of the main attention ``[sk, b, 1, latent + rope]``.
             softmax_scale: factor of the main attention's scores.
             loss_coeff: coefficient of the loss.
-            pg_collection: Megatron's process groups: ``tp`` ranks with the other heads, ``cp`` ranks with the
-                other rows.
-            query_valid_rows: mask of rows that count, ``[b, sq]``; None: all count.
+            pg_collection: Megatron's process groups, with the tensor parallel group ``tp`` and the context
+                parallel group ``cp``.
+            query_valid_rows: mask of rows that count in the loss, ``[b, sq]``; None: all rows count.
             calculate_per_token_loss: whether the loss is a sum over rows instead of a mean.
-            use_relu: whether ReLU is applied to the indexer's per-head products.
+            use_relu: whether ReLU is applied to the indexer's query-key products of each head.
             **layout: arguments from which Megatron derived ``starts`` and ``ends``; unused.
 
         Returns:
-            Indices as in :meth:`run_fused_qk_topk`, None, and the loss, a scalar scaled by
-            :func:`_for_average`. None if a part is off, or keys are per head.
+            Indices as in :meth:`run_fused_qk_topk`, None, and the scalar loss scaled by :func:`_for_average`.
+            Returns None instead of the tuple if a part is off or keys are per head.
         """
         if not (self.options.indexer and self.options.kl_loss) or key.shape[2] != 1:
             return None
@@ -225,18 +226,18 @@ class KernelHooks:
         v_channels: int,
         topk_length: Tensor | None = None,
     ) -> Tensor | None:
-        """Attend to the selected keys.
+        """Compute attention to the selected keys in absorbed form.
 
         Args:
             query: absorbed query ``[sq, b, heads, latent + rope]``.
             key: absorbed key ``[sk, b, 1, latent + rope]``.
             topk_indices: selected keys ``[b, sq, topk]``, any integer type, -1 for no key.
             softmax_scale: factor of the scores.
-            v_channels: width of the leading part of the key that is the value.
+            v_channels: number of leading dimensions of the key that are the value.
             topk_length: number of valid leading entries per row, ``[b, sq]``; None: all are valid.
 
         Returns:
-            Attention output ``[sq, b, heads, v_channels]``. None if the fused attention is off.
+            Attention output ``[sq, b, heads, v_channels]``, or None if the fused attention is off.
         """
         if not self.options.attention:
             return None
@@ -282,37 +283,38 @@ class KernelHooks:
         pg_collection: Any = None,
         **layout: Any,
     ) -> tuple[Tensor, Tensor] | None:
-        """Run selection, attention and loss of a layer in one call.
+        """Run selection, attention and indexer loss of a layer in one call.
 
-        The loss reads its target from the attention, and the dense loss is computed without ``[sq, sk]``.
+        The loss reuses probabilities from the attention. The dense loss needs no ``[sq, sk]`` buffer.
 
         Args:
             query: absorbed query ``[sq, b, heads, latent + rope]``.
             key: absorbed key ``[sk, b, 1, latent + rope]``.
-            value: None in absorbed form.
-            up_v_weight: up-projection of the value, ``[heads, value_dim, latent]``.
-            q_indexer: index query ``[sq, b, index_heads, index_dim]``.
-            k_indexer: index key ``[sk, b, index_dim]``.
+            value: None, because the value is a part of the key in absorbed form.
+            up_v_weight: up-projection weight of the value, ``[heads, value_dim, latent]``.
+            q_indexer: query of the indexer ``[sq, b, index_heads, index_dim]``.
+            k_indexer: key of the indexer ``[sk, b, index_dim]``.
             indexer_weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
-            indexer_topk: number of keys per row.
+            indexer_topk: number of keys per query token.
             softmax_scale: factor of the main attention's scores.
             loss_coeff: coefficient of the indexer loss; 0 for no loss.
-            sparse_loss: whether the loss is over the selected keys instead of all visible ones.
+            sparse_loss: whether the loss is over the selected keys only, instead of all visible keys.
             calculate_per_token_loss: whether the loss is a sum over rows instead of a mean.
             absorbed_mla: whether query and key are in absorbed form.
-            attn_mask_type: attention mask type of Megatron.
-            varlen_starts: first visible key of each row, ``[sq]``; None: plain causal rows.
+            attn_mask_type: Megatron's attention mask type.
+            varlen_starts: first visible key of each row, ``[sq]``; None: a plain causal mask.
             varlen_ends: end of the visible keys of each row, ``[sq]``.
-            key_positions: positions of keys that are not in order; None if they are.
+            key_positions: positions of the keys if they are not in sequence order; None if they are.
             query_valid_rows: mask of rows that count in the loss, ``[b, sq]``; None: all count.
-            use_relu: whether ReLU is applied to the indexer's per-head products.
-            varlen_is_plain_causal: whether the ranges are plain causal.
+            use_relu: whether ReLU is applied to the indexer's query-key products of each head.
+            varlen_is_plain_causal: whether the ranges equal a plain causal mask.
             pg_collection: Megatron's process groups.
             **layout: arguments from which Megatron derived the ranges; unused.
 
         Returns:
             Output ``[sq, b, heads * value_dim]``, and the loss as in :meth:`run_fused_qk_topk_with_loss`.
-            None if a part is off, keys are per head, or ranges do not describe the mask.
+            Returns None instead of the tuple if a part is off, keys are per head, or the ranges do not
+            describe the mask.
         """
         with_loss = loss_coeff > 0 and torch.is_grad_enabled()
         options = self.options
@@ -349,7 +351,7 @@ class KernelHooks:
         return result.out, _for_average(result.loss, loss, groups)
 
     def _rows(self, rows: Rows, query: Tensor, groups: Groups) -> Rows:
-        """Exclude padding from the loss. Megatron passes no mask for it, because it does not know of it."""
+        """Exclude padding from the loss. Our feature added it, so Megatron passes no mask for it."""
         if rows.counted is not None:
             return rows
         rank = 0 if groups.context is None else groups.context.rank()
@@ -357,7 +359,7 @@ class KernelHooks:
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
-    """Scale a context parallel rank's share of the loss as Megatron expects it."""
+    """Scale a context parallel rank's share of the loss to the value that Megatron expects."""
     # Megatron multiplies the loss's gradient by the number of ranks, and averages the logged value over
     # ranks. So the value is the share times the number of ranks, and the gradient is the share's own.
     # Per-token sums and losses of a single rank are returned unchanged.
@@ -367,7 +369,7 @@ def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
 
 
 class _TimesRanks(torch.autograd.Function):
-    """Loss times the number of ranks. The gradient in backward is not multiplied."""
+    """Multiply the loss by the number of ranks in forward, but leave the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:

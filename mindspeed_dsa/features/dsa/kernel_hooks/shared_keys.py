@@ -1,8 +1,9 @@
-"""Wrappers for Megatron-core 0.19 where the kernel hooks come too late: key exchange, separate rotary parts.
+"""Patches for Megatron-core 0.19 beyond the kernel hooks: key exchange and separate rotary dimensions.
 
-Under context parallelism Megatron gathers keys in three blocking collectives of ``DSAttention.forward``,
-before it calls the hooks. Here the latent key's gather starts in the projections. Also, hooks get queries in
-one tensor, while NPUs take latent and rotary part separately: there the projections return separate parts.
+Under context parallelism, Megatron's ``DSAttention.forward`` gathers keys with three blocking collectives
+before it calls the hooks. Here the all-gather of the latent key already starts in the projections. In
+addition, NPU operators take the latent and rotary dimensions of the query as separate tensors, but hooks get
+one tensor. On NPUs the projections therefore return separate tensors.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -28,10 +29,10 @@ from mindspeed_dsa.megatron.selection_source import current, place_of
 
 
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors`` to gather the key first.
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors`` to start the key's all-gather first.
 
-    The gather overlaps the query's projection. On one context parallel rank the wrapper only applies to
-    devices that take latent and rotary parts separately.
+    The all-gather overlaps with the query's projection. Without context parallelism, this applies only on
+    devices whose operators take latent and rotary dimensions separately.
     """
 
     def get_query_key_value_tensors(
@@ -62,7 +63,7 @@ def start_with_the_key(original: Callable[..., Any], context: Context[Options]) 
 
 
 def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward`` to wait for the key first."""
+    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward`` to wait for the gathered key."""
 
     def _checkpointed_attention_forward(
         self: Any, q_absorbed: Tensor, k_compressed: Tensor, *args: Any, **kwargs: Any
@@ -83,9 +84,9 @@ def attend_to_shared_keys(
 ) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward`` to run our core attention where the kernel hooks are not enough.
 
-    Under context parallelism, the keys of all ranks come from our gather, in order. For layers that share
-    selections, Megatron would run selection, loss and attention separately, because its kernels do not return
-    selections.
+    This is the case under context parallelism, where our all-gather has the keys in order. It is also the
+    case for layers that share selections: Megatron's kernels do not return selections, so Megatron would run
+    selection, loss and attention separately.
     """
 
     def forward(
@@ -142,7 +143,7 @@ def attend_to_shared_keys(
 def mark_where_keys_are_shared(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__`` with :func:`mark_gradients_of_own_rows` where keys are shared."""
+    """Decorate ``DSAIndexer.__init__`` with :func:`mark_gradients_of_own_rows` if keys are gathered."""
     marking = mark_gradients_of_own_rows(original)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,6 +154,6 @@ def mark_where_keys_are_shared(
 
 
 def _is_dealt_here(packed_seq_params: Any) -> bool:
-    """Return whether our layout applies: whole sequences, or packs dealt by ``--pack-documents``."""
+    """Return whether our layout of tokens applies: whole sequences, or packs of ``--pack-documents``."""
     # Megatron slices and gathers other packed sequences itself.
     return packed_seq_params is None or bool(getattr(packed_seq_params, "dealt_block_rows", 0))

@@ -1,7 +1,7 @@
 """Exchange of one DSA layer's keys between context parallel ranks.
 
-Queries stay on their ranks. Only small tensors are gathered: the latent key that all heads share and the
-indexer's key, both projected from a rank's own tokens.
+Queries stay on their ranks. Only two small tensors are all-gathered: the latent key, which all heads share,
+and the indexer's key.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -35,9 +35,9 @@ class KeyExchange:
         context: process group of context parallel ranks.
         block_rows: value of ``--cp-block-rows``, for whole sequences.
         tensor: process group of tensor parallel ranks.
-        everyone: process group of context times tensor parallel ranks, if sequence parallelism splits the
-            tokens of a context parallel rank. None: every tensor parallel rank has all of them.
-        keeps: whether gathered keys stay in memory until backward.
+        everyone: joint process group of context and tensor parallel ranks, for sequence parallelism. None:
+            every tensor parallel rank has all tokens of its context parallel rank.
+        keeps: whether gathered keys stay in memory until backward, instead of being gathered again.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Return whether a key is being gathered that the core attention has not taken yet."""
+        """Whether a key's all-gather was started that the core attention has not taken yet."""
         return bool(self._pending)
 
     def share(self, layout: Layout | None) -> None:
-        """Set the layout of tokens for the next calls; None: the layout of whole sequences."""
+        """Set the layout of tokens for the next calls; None: the layout for whole sequences."""
         self.strategy = self._whole if layout is None else KeyGather(self._whole.group, layout)
 
     @property
     def parts(self) -> int:
-        """Number of tensor parallel ranks that the tokens of this context parallel rank are split over."""
+        """Number of tensor parallel ranks among which this context parallel rank's tokens are split."""
         return 1 if self._everyone is None else self._tensor.size()
 
     def own_part(self, rows: Tensor) -> Tensor:
-        """Return this tensor parallel rank's shard of the context parallel rank's tokens (dimension 0)."""
+        """Slice this tensor parallel rank's shard of the context parallel rank's tokens (dimension 0)."""
         return rows.chunk(self.parts)[self._tensor.rank()] if self.parts > 1 else rows
 
     def ends(self, rows: int, device: torch.device) -> Tensor:
-        """Return the end of the visible keys of each query of this rank: ``[rows]`` int32."""
+        """Return the end of the visible keys for each of this rank's queries: ``[rows]`` int32."""
         return _ends(self.strategy.layout, self.strategy.rank, rows, device)
 
     def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
-        """List runs of contiguous tokens: first row, end row, first key, end of the keys of the last row."""
+        """Return runs of consecutive tokens: first token, end, first key, end of the last token's keys."""
         # Rank 0 of 2 has positions 0 1 6 7: ends 1 2 7 8, a break at row 2: (0, 2, 0, 2), (2, 4, 0, 8).
         ends = self.strategy.positions(rows) + 1
         breaks = (ends.diff() != 1).nonzero().flatten() + 1
@@ -90,13 +90,13 @@ class KeyExchange:
         return [(first, end, 0, int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
-        """Start to gather the tokens of the whole sequence.
+        """Start to all-gather a tensor over the whole sequence.
 
         Args:
-            local: ``[rows, ...]``, a shard of this rank's tokens under sequence parallelism.
-            is_replicated: whether all tensor parallel ranks compute the same from the result, so that the
-                gradient of one of them is complete. Otherwise gradients are summed over ranks, each with its
-                own heads.
+            local: this rank's tokens ``[rows, ...]``, a shard of them under sequence parallelism.
+            is_replicated: whether all tensor parallel ranks use the result in the same computation, so that
+                each has the full gradient. Otherwise each rank uses it for its own heads, and gradients are
+                summed over ranks.
         """
         group = self.strategy.group if self._everyone is None else self._everyone
         members = self.strategy.members(local.size(0) * group.size(), group)
@@ -106,24 +106,25 @@ class KeyExchange:
         return GatheredRows(local, members, members.part(self.strategy.group, self._tensor.rank()))
 
     def hand_over(self, *parts: Tensor) -> Tensor:
-        """Start to gather the layer's key. The core attention takes it with :meth:`take`.
+        """Start to all-gather the layer's key. The core attention gets it with :meth:`take`.
 
         Args:
-            *parts: key ``[rows, b, 1, dim]``, in one part or two; see :meth:`gather`.
+            *parts: key ``[rows, b, 1, dim]`` in one tensor, or latent and rotary dimensions in two; see
+                :meth:`gather`.
 
         Returns:
-            Placeholder for the core attention's key argument, if the key is in one part.
+            Placeholder to pass as the core attention's key, if the key is in one tensor.
         """
         self._pending = [self.gather(part) for part in parts]
         return self._pending[0].started
 
     def take(self) -> list[GatheredRows]:
-        """Return the gathers started by :meth:`hand_over`, once; empty if they were taken already."""
+        """Return the all-gathers started by :meth:`hand_over`; empty if they were taken already."""
         pending, self._pending = self._pending, []
         return pending
 
     def free(self, out: Tensor, gathered: list[GatheredRows]) -> Tensor:
-        """Free gathered tensors until backward, and return a replacement for ``out``."""
+        """Free gathered tensors until backward, and return the output to use in place of ``out``."""
         # != -1: autograd is running, so this is a recomputation. Its backward comes next: keep the tensors.
         in_backward = _graph_task_id() != -1
         if self.keeps or in_backward or not out.requires_grad or not gathered:
@@ -134,7 +135,8 @@ class KeyExchange:
     def start_again_with(self, output: Tensor) -> None:
         """Gather freed tensors again as soon as the gradient of ``output`` is available.
 
-        The gather then overlaps the backward between ``output`` and the core attention.
+        The all-gather then overlaps with the backward of the layers between ``output`` and the core
+        attention.
         """
         gathered, self._freed = self._freed, []
         if not gathered or not output.requires_grad:
@@ -150,7 +152,7 @@ class KeyExchange:
 @lru_cache(maxsize=LATEST)
 @torch.inference_mode(False)  # a cached tensor may be created in evaluation and used in training
 def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
-    """Return the ends of visible keys, cached for all layers of a rank."""
+    """Return the end of each query's visible keys; cached, because all layers of a rank have the same."""
     return (layout.rows_of_rank(rank, rows * layout.ranks) + 1).to(device, torch.int32)
 
 
@@ -161,7 +163,7 @@ def key_exchange(
 
     Args:
         attention: ``DSAttention`` module, Megatron's or ours.
-        options: options with the layout of ranks' tokens and whether gathered keys stay.
+        options: options with the layout of tokens over ranks, and whether gathered keys stay in memory.
         megatron: Megatron that the attention belongs to.
         documents: packed documents of this microbatch; None for whole sequences.
     """
@@ -182,10 +184,10 @@ def key_exchange(
 
 
 def groups_of(attention: Any) -> Any:
-    """Return a ``DSAttention``'s process groups.
+    """Return the process groups of a ``DSAttention``.
 
-    From 0.19 on the attention has them; its indexer may be missing or replaced by one without groups. Before
-    0.19 the indexer has them, and a layer that lost its indexer to sharing got them then.
+    Since 0.19 they are an attribute of the attention. Before 0.19 they are the indexer's; when a sharing
+    layer's indexer is removed, they are copied to the attention.
     """
     groups = getattr(attention, "pg_collection", None)
     return attention.indexer.pg_collection if groups is None else groups

@@ -1,4 +1,4 @@
-"""DSA under context parallelism: gathered keys, and tokens dealt to ranks in blocks to balance the work."""
+"""DSA under context parallelism: all-gathered keys, and tokens assigned to ranks in blocks for balance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gather_keys(args: Any) -> Sequence[str]:
-    """Replace the default of ``--cp-comm-type`` by allgather; a ``Feature.rewrite``."""
+    """Set ``--cp-comm-type`` to allgather unless the job sets it; a ``Feature.rewrite``."""
     options = Options.of(args)
     if getattr(args, "cp_comm_type", None) == [GATHER] or options.names not in ((), ("p2p",), (GATHER,)):
         return ()
@@ -36,14 +36,14 @@ GATHER = "allgather"
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """Context parallel algorithms of a job's layers; DSA only accepts allgather."""
+    """Context parallel algorithms of a job, per layer; DSA supports only allgather."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """Build like :meth:`Algorithms.of`.
 
         Raises:
-            SettingsError: invalid settings, or a setting names another algorithm than allgather.
+            SettingsError: settings are invalid, or name an algorithm other than allgather.
         """
         # Each query selects among the index keys of the whole sequence, so every rank has to gather them.
         options = super().of(settings)
@@ -157,17 +157,17 @@ KEYS = Feature(
 
 @dataclass(frozen=True)
 class BlockOptions(Algorithms):
-    """Layout options of context parallel ranks, for ``--cp-block-rows``."""
+    """Layout of tokens over context parallel ranks, for ``--cp-block-rows``."""
 
 
 def deals_blocks(settings: Any) -> bool:
-    """Return whether tokens are dealt to context parallel ranks in blocks."""
+    """Return whether tokens are assigned to context parallel ranks in blocks."""
     options = BlockOptions.of(settings)
     return options.ranks > 1 and options.block_rows > 0
 
 
 def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
-    """Report attentions that only support Megatron's layout. Missing arguments are not checked."""
+    """Report attention that supports only Megatron's layout. Missing arguments are not checked."""
     if options.ranks == 1 or not options.block_rows:
         return
     if argument(args, "experimental_attention_variant") != "dsa":

@@ -1,4 +1,4 @@
-"""Wrappers that let DSA layers run under context parallelism: config check, gradient marks, gathers.
+"""Patches for DSA layers under context parallelism: config check, gradient sums and gathered keys.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -14,7 +14,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, KeyExcha
 
 
 def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``, which asserts one context parallel rank for DSA."""
+    """Decorate ``TransformerConfig.__post_init__``, which asserts that DSA has no context parallelism."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         ranks = self.context_parallel_size
@@ -30,10 +30,10 @@ def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., 
 
 
 def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__`` to mark key and weights parameters under sequence parallelism.
+    """Decorate ``DSAIndexer.__init__`` to mark parameters whose gradients are partial sums.
 
-    These parameters see this rank's shard of the tokens only, so their gradients are partial sums. The other
-    parameters see all tokens.
+    Under sequence parallelism, the projections of key and head weights see only this rank's shard of the
+    tokens. Their gradients must be summed over tensor parallel ranks. The other parameters see all tokens.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., N
 
 
 def sum_gradients_of_own_rows(indexer: Any) -> None:
-    """Mark the parameters of key and weights for Megatron's gradient sum over tensor parallel ranks."""
+    """Mark the key and weights parameters: Megatron sums their gradients over tensor parallel ranks."""
     for module in (indexer.linear_wk, indexer.k_norm, indexer.linear_weights_proj):
         for parameter in module.parameters():
             parameter.average_gradients_across_tp_domain = False
@@ -54,7 +54,7 @@ def sum_gradients_of_own_rows(indexer: Any) -> None:
 
 
 def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward`` outside its checkpoint to wait for the gathered key there."""
+    """Decorate ``DSAttention.forward`` to wait for the gathered key before its checkpoint begins."""
 
     def forward(self: Any, query: Tensor, key: Tensor, *rest: Any, **kw: Any) -> Tensor:
         exchange = vars(self).get(ATTRIBUTE)
@@ -67,7 +67,7 @@ def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def with_whole_key(exchange: KeyExchange, key: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Call ``attend`` with the gathered key of the whole sequence. The key is freed until backward."""
+    """Call ``attend`` with the gathered key of the whole sequence, which is freed until backward."""
     gathered = exchange.take()
     if not gathered:
         return attend(key)
@@ -82,7 +82,7 @@ def recomputes(config: Any) -> bool:
 
 
 def gather_again_early(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiLatentAttention.forward``: gather keys again in its output projection's backward."""
+    """Decorate ``MultiLatentAttention.forward`` to gather freed keys again early in backward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Wrappers of Megatron functions that assume two chunks of tokens per rank, for ``--cp-block-rows``.
+"""Patches of Megatron functions that assume two chunks of tokens per rank, for ``--cp-block-rows``.
 
-Do not import Megatron, because they are loaded while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def slice_angles(original: Callable[..., Tensor], context: Context[BlockOptions]
 
 
 def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction, which shifts tokens by one position."""
+    """Decorate MTP's ``roll_tensor``, which shifts tokens by one position, to support blocks."""
 
     def roll_tensor(
         tensor: Tensor,
@@ -71,7 +71,7 @@ def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> C
 
 
 def _group(context: Context[BlockOptions], cp_group: Any = None) -> Any:
-    """Return the given group, or the global one before 0.14, where callers pass none."""
+    """Return ``cp_group``, or the global group before 0.14, where callers pass none."""
     return (
         context.megatron("core.parallel_state").get_context_parallel_group() if cp_group is None else cp_group
     )
