@@ -21,11 +21,12 @@ Reads and writes the weights of DeepSeek-V3, DeepSeek-V3.2 and GLM-5.x, a tensor
   python -m mindspeed_dsa weights import HF_DIR CHECKPOINTS -- FLAGS      files to a checkpoint for --load
   python -m mindspeed_dsa weights export CHECKPOINT HF_DIR --like HF_DIR  a checkpoint to files
   python -m mindspeed_dsa weights flags HF_DIR                            the flags of a model
+  python -m mindspeed_dsa weights check HF_DIR                            whether files are whole and finite
 
 Under torchrun several processes share the work. FLAGS are those of the job; what they say of the model is
 compared.
 
-Exit status: 0 done; 2 refused."""
+Exit status: 0 done; 1 check has found problems; 2 refused."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the subcommand ``import``, ``export`` or ``flags``."""
+    """Run the subcommand ``import``, ``export``, ``flags`` or ``check``."""
     own_words, flags = list(argv), []
     if "--" in own_words:
         cut = own_words.index("--")
@@ -47,17 +48,17 @@ def run(argv: Sequence[str]) -> int:
         raise SettingsError(f"{_WHO} {options.command}: it takes no {name}{did_you_mean(name, option_names)}")
     if flags and options.command != "import":
         raise SettingsError(f"{_WHO} {options.command}: it takes no flags of a job")
-    commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
+    commands: dict[str, Callable[[Any, Sequence[str]], int | None]] = {
         "import": _import,
         "export": _export,
         "flags": _flags,
+        "check": _check,
     }
     # `flags` only reads config.json, so it works without the packages for weights.
     lacking = [name for name in ("safetensors", "tqdm") if find_spec(name) is None]
     if lacking and options.command != "flags":
         raise SettingsError(f"{_WHO}: it needs {' and '.join(lacking)}: pip install 'mindspeed_dsa[weights]'")
-    commands[options.command](options, flags)
-    return 0
+    return commands[options.command](options, flags) or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         "--train", action="store_true", help="train indexers by a loss of 0.01 on the selected keys; default"
     )
     wish.add_argument("--frozen", action="store_true", help="keep indexers as they are")
+    add = commands.add_parser("check", help="whether files are whole and finite", allow_abbrev=False)
+    add.add_argument("source", type=Path, metavar="HF_DIR")
     return parser
 
 
@@ -148,6 +151,21 @@ def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
     where = f"{_WHO}: {options.source}"
     lines = flags_of(described, options.megatron or release_here(), where)
     print("\n".join([*lines, *flags_of_training(described, options.frozen, where)]))
+
+
+def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    from tqdm import tqdm
+
+    from mindspeed_dsa.tools.weights.checking import Check
+
+    check, count = Check(options.source, _bar("check")), 0
+    for problem in check.problems():
+        count += 1
+        tqdm.write(f"- {problem}")  # above the bar
+    if check.lacking:
+        print(f"note: {check.lacking} layers of multi-token prediction in config.json have no weights here")
+    print(f"{options.source}: {check.read + ', ' if check.read else ''}{count or 'no'} problems")
+    return 1 if count else 0
 
 
 def _first() -> bool:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.tools.weights import importing, job
 from tests.tools.weights import models
@@ -337,7 +338,11 @@ def test_export_keeps_what_is_there(checkpoints: Path, tmp_path: Path) -> None:
     refused("export", checkpoints, Path("."), says=("exists already",), target=tmp_path / "none")
 
 
-def test_export_in_fp8_refuses_nan_by_the_name_of_the_weight(model: Path, tmp_path: Path) -> None:
+def test_export_in_fp8_refuses_nan_by_the_name_of_the_weight(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An import refuses them, and a job that diverged saves them.
+    monkeypatch.setattr(Reader, "require_finite", lambda files, who: None)
     tensors = load_file(model / FILE)
     name = "model.layers.1.self_attn.o_proj.weight"
     del tensors[f"{name}_scale_inv"]

@@ -98,6 +98,7 @@ def test_an_import_and_an_export_hold_few_tensors(sparse: Path, tmp_path: Path) 
     size = (sparse / models.FILE).stat().st_size
     assert size > 1.5e9
     for words in (
+        ("check", sparse),
         ("import", sparse, tmp_path / "checkpoints"),
         ("export", tmp_path / "checkpoints", tmp_path / "out", "--like", sparse),
     ):

@@ -72,25 +72,27 @@ class Reader:
         problems: list[str] = []
         quantised = described.get("quantization_config") or {}
         self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
-        given = layouts.block_of(self.quantised)
-        if given is not None and not layouts.is_block(given):
-            problems.append(f"config.json has a weight_block_size of {given!r}, which is no rows and columns")
-            given = None
-        block = fp8.BLOCK if given is None else (given[0], given[1])
+        stated = layouts.block_of(self.quantised)
+        if stated is not None and not layouts.is_block(stated):
+            problems.append(
+                f"config.json has a weight_block_size of {stated!r}, which is no rows and columns"
+            )
+            stated = None
+        block = fp8.BLOCK if stated is None else (stated[0], stated[1])
         layers, more = (_layers(described, name, problems) for name in (LAYERS, PREDICTIONS))
         self.predictions = range(layers, layers + more)
         self.non_finite = Counter[str]()
         self._lock = threading.Lock()
         tensors, self._files = _experts_apart(*_tensors(folder, problems))
-        found = layouts.sort(tensors, block, given is not None)
-        if found.unread:
+        by_use = layouts.sort(tensors, block, stated is not None)
+        if by_use.unread:
             raise self._error(
-                [f"{layout}: {listed(names)}" for layout, names in found.unread.items()],
+                [f"{layout}: {listed(names)}" for layout, names in by_use.unread.items()],
                 "are stored in a layout that is not read; name a folder with this model in bf16, or in "
                 "FP8 (e4m3) with a factor for each block, row or tensor",
             )
-        self._factors, self._weights = found.factors, found.weights
-        problems += found.problems
+        self._factors, self._weights = by_use.factors, by_use.weights
+        problems += by_use.problems
         if problems:
             raise self._error(problems)
 
@@ -134,7 +136,7 @@ class Reader:
         stored = self._factors.get(name)
         if stored is None:
             return None
-        if wrong := stored.wrong(self._weights[name]):
+        if wrong := self._wrong(name):
             raise self._error([wrong])
         return stored.stored.float()
 
@@ -158,8 +160,14 @@ class Reader:
 
     def wrong_factors(self) -> Iterator[str]:
         """Yield a message for each weight with factors that cannot be used."""
-        found = (stored.wrong(self._weights[name]) for name, stored in self._factors.items())
-        yield from (wrong for wrong in found if wrong)
+        yield from filter(None, map(self._wrong, self._factors))
+
+    def _wrong(self, name: str) -> str | None:
+        """Return a message for a weight with factors that cannot be used; ``None`` if all can."""
+        factors = self._factors[name]
+        wrong = fp8.wrong_factor(factors.stored.float(), self._weights[name], factors.block)
+        file = self._files[factors.name]
+        return wrong and f"{factors.name} holds {wrong} in {file}, which is no factor of an FP8 block"
 
     def require_finite(self, who: str) -> None:
         """Refuse the files if NaN or infinities were among the numbers read so far.

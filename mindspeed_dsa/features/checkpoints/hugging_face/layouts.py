@@ -47,11 +47,6 @@ class Factors:
     stored: Tensor
     block: tuple[int, int]
 
-    def wrong(self, weight: Tensor) -> str | None:
-        """Return a message for the first factor that cannot be used with the weight; ``None`` if all can."""
-        found = fp8.wrong_factor(self.stored.float(), weight, self.block)
-        return None if found is None else f"{self.name} holds {found}"
-
 
 @dataclass
 class Sorted:
@@ -78,26 +73,26 @@ def sort(tensors: Mapping[str, Tensor], block: tuple[int, int], blocks_only: boo
         block: rows and columns of a block, if factors belong to blocks.
         blocks_only: whether the configuration states the block, so that other factors contradict it.
     """
-    found, used = Sorted(), set[str]()
+    by_use, used = Sorted(), set[str]()
     for layout_of in (_packed, _other_dtype):
         # A packed layout explains the dtypes of all that belongs to it.
-        for name, tensor in tensors.items() if not found.unread else ():
+        for name, tensor in tensors.items() if not by_use.unread else ():
             if layout := layout_of(name, tensor, tensors):
-                found.unread.setdefault(layout, []).append(name)
+                by_use.unread.setdefault(layout, []).append(name)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn:
             factors = {other: tensors[other] for other in _names_of_factors(name) if other in tensors}
             used.update(factors)
-            _add_fp8(found, name, tensor, factors, block, blocks_only)
+            _add_fp8(by_use, name, tensor, factors, block, blocks_only)
     for name, tensor in tensors.items():
         weight = _weight_of(name, tensors)
         if name in used or _is_of_activations(name, tensors):
             continue
         if weight is None:
-            found.weights[name] = tensor
+            by_use.weights[name] = tensor
         else:
-            found.problems.append(f"{name} has no weight in FP8 (F8_E4M3) to belong to")
-    return found
+            by_use.problems.append(f"{name} has no weight in FP8 (F8_E4M3) to belong to")
+    return by_use
 
 
 def block_of(quantised: Mapping[str, Any]) -> Any:
@@ -129,7 +124,7 @@ def _names_of_factors(weight: str) -> Iterator[str]:
 
 
 def _add_fp8(
-    found: Sorted,
+    by_use: Sorted,
     name: str,
     weight: Tensor,
     factors: Mapping[str, Tensor],
@@ -138,13 +133,13 @@ def _add_fp8(
 ) -> None:
     """Add an FP8 weight's factors, or the reason why it cannot be read."""
     if not factors:
-        found.problems.append(f"{name} is in FP8, and {name}{FACTORS} with its factors is not there")
+        by_use.problems.append(f"{name} is in FP8, and {name}{FACTORS} with its factors is not there")
         return
     if len(factors) > 1:
-        found.problems.append(f"{name} is in FP8, and has factors twice: {' and '.join(factors)}")
+        by_use.problems.append(f"{name} is in FP8, and has factors twice: {' and '.join(factors)}")
         return
     if weight.dim() != 2:
-        found.problems.append(f"{name} is in FP8 and {list(weight.shape)}, which is no matrix")
+        by_use.problems.append(f"{name} is in FP8 and {list(weight.shape)}, which is no matrix")
         return
     ((other, stored),) = factors.items()
     # Bytes are exponents, as in the MX formats: byte 127 is the factor 1.
@@ -158,16 +153,16 @@ def _add_fp8(
         if not of_blocks:
             block = (1 if of_rows else rows, columns)
         exponents = exponents.reshape(fp8.factors_shape((rows, columns), block))
-        found.factors[name] = Factors(other, exponents, block)
+        by_use.factors[name] = Factors(other, exponents, block)
     elif len(shape) == 2 and shape[0] == rows and 1 < shape[1] < columns and columns % shape[1] == 0:
         of_mx = exponents.dtype == torch.float8_e8m0fnu and columns // shape[1] == _MX
         layout = "mxfp8, " if of_mx else ""
         layout += f"FP8 with a factor for {columns // shape[1]} columns of a row"
-        found.unread.setdefault(layout, []).append(name)
+        by_use.unread.setdefault(layout, []).append(name)
     else:
         others = "" if blocks_only else f"; a factor for each row would be [{rows}, 1], and one for all [1]"
         dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        found.problems.append(
+        by_use.problems.append(
             f"{other} is {list(shape)} in {stored.dtype}; blocks of {block[0]} x {block[1]} need "
             f"{list(expected)} in {dtypes}{others}"
         )

@@ -439,8 +439,15 @@ class Mismatch:
             )
 
 
-def wrong_shapes(pieces: Iterable[Piece], files: Reader, shape: Shape) -> Iterator[str]:
-    """Yield a message for each tensor that has another shape in the files."""
+def wrong_shapes(pieces: Iterable[Piece], files: Reader, shape: Shape, where: str = "here") -> Iterator[str]:
+    """Yield a message for each tensor that has another shape in the files.
+
+    Args:
+        pieces: regions of the model's tensors.
+        files: weights of the whole model.
+        shape: layers of the model.
+        where: source of the model's shapes, for the messages.
+    """
     seen = set[Place]()
     for piece in pieces:
         names = shape.names(piece.place)
@@ -451,12 +458,14 @@ def wrong_shapes(pieces: Iterable[Piece], files: Reader, shape: Shape) -> Iterat
         expected = dict.fromkeys(names, 0)
         for name, first, last in shape.segments(piece.place, rows):
             expected[name] += last - first
-        found = {name: files.shape(name) for name in names}
+        stored_shapes = {name: files.shape(name) for name in names}
         # Megatron pads the rows of the embedding, so the files may have fewer.
         least = 0 if piece.place.name in PADDED else rows
         if any(
             list(stored[1:]) != rest or not min(least, expected[name]) <= stored[0] <= expected[name]
-            for name, stored in found.items()
+            for name, stored in stored_shapes.items()
         ):
-            stored_shapes = " and ".join(f"{name} {list(stored)}" for name, stored in found.items())
-            yield f"{piece.place} is {list(piece.whole)} here, and the files have {stored_shapes}"
+            described = " and ".join(
+                f"{name} {list(stored)} in {files.file(name)}" for name, stored in stored_shapes.items()
+            )
+            yield f"{piece.place} is {list(piece.whole)} {where}, and the files have {described}"
