@@ -154,7 +154,7 @@ def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     from mindspeed_dsa.tools.weights.checking import Check
 
@@ -178,7 +178,7 @@ def _bar(what: str) -> Callable[[int], Callable[[int], None]]:
     def begin(total: int) -> Callable[[int], None]:
         if not _first():
             return lambda done: None
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
 
         bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=1.0)
 
