@@ -32,8 +32,8 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
 _FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<factors>_scale_inv)?")
-_CHUNK = 2**18
-"""Elements that are copied and then counted, while they are in a core's cache."""
+_CHUNK = 2**20
+"""Elements that are copied and then counted: 2 MiB in bf16, still in a cache after the copy."""
 
 
 def weights_of(folder: Path, who: str = "mindspeed_dsa load-hf") -> Reader:
@@ -247,7 +247,7 @@ class Reader:
 
 
 def non_finite(numbers: Tensor) -> int:
-    """Count NaN and infinities in a tensor on the CPU, a part of 2^18 elements at a time."""
+    """Count NaN and infinities in a tensor on the CPU, a part of 2^20 elements at a time."""
     if numbers.numel() == 0:
         return 0
     numbers = numbers.reshape(1) if numbers.dim() == 0 else numbers

@@ -317,7 +317,7 @@ def test_the_block_of_a_configuration(settings: dict[str, Any], block: list[int]
 
 
 def test_numbers_that_are_not_finite_are_counted_while_they_are_read(tmp_path: Path) -> None:
-    wide = torch.randn(4, 2**18).bfloat16()
+    wide = torch.randn(4, 2**20).bfloat16()
     wide[1, 7], wide[3, -1], wide[3, 0] = torch.nan, torch.inf, -torch.inf
     large = torch.full((3, 5), 1e6)
     bits = codes().view(torch.uint8)
@@ -327,7 +327,7 @@ def test_numbers_that_are_not_finite_are_counted_while_they_are_read(tmp_path: P
     tensors = {"wide": wide, "large": large, "x.weight": bits.view(FP8), "x.scale": torch.ones(1)}
     files = written(tmp_path, tensors | {"extremes": extremes})
     # A target whose rows are not contiguous.
-    strided = torch.zeros(2**18, 4).t()
+    strided = torch.zeros(2**20, 4).t()
     files.read_into(strided[1:3], "wide", 1)
     assert files.non_finite == {"wide": 1}
     files.read_into(strided[3:], "wide", 3)
