@@ -162,8 +162,8 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     for problem in check.problems():
         count += 1
         tqdm.write(f"- {problem}")  # above the bar
-    if check.lacking:
-        print(f"note: {check.lacking} layers of multi-token prediction in config.json have no weights here")
+    for note in check.notes:
+        print(f"note: {note}")
     print(f"{options.source}: {check.read + ', ' if check.read else ''}{count or 'no'} problems")
     return 1 if count else 0
 

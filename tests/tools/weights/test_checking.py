@@ -25,7 +25,7 @@ pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: 
 PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 FACTORS = f"{PROJECTION}_scale_inv"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
-PLAIN, NORM = "model.embed_tokens.weight", "model.norm.weight"
+PLAIN, NORM, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -97,22 +97,22 @@ def test_layers_that_transformers_does_not_save_are_no_problem(tmp_path: Path) -
     save_file(kept, folder / FILE, {"format": "pt"})
     status, text = weights("check", folder)
     assert status == 0, text
-    assert "note: 1 layers of multi-token prediction" in text
+    assert "note: config.json speaks of 1 more layers of multi-token prediction" in text
 
 
 def test_every_number_that_is_not_finite_is_counted(model: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors[PLAIN][[0, 7, 299], [0, 3, 159]] = torch.tensor([torch.nan, torch.inf, -torch.inf]).bfloat16()
+        tensors[ROUTER][[0, 1, 3], [0, 3, 159]] = torch.tensor([torch.nan, torch.inf, -torch.inf]).bfloat16()
         tensors[PROJECTION].view(torch.uint8)[5, :9] = 0xFF
         tensors["model.layers.4.enorm.weight"][1] = torch.nan
 
     files = changed(model, change)
     before = models.tensors_of(model)
-    for name in (PLAIN, PROJECTION):
+    for name in (ROUTER, PROJECTION):
         assert not before[name].float().isfinite().all()
     assert sorted(problems(model)) == [
         f"- {name} in {files[name]}: {count} of {before[name].numel()} numbers are NaN or infinite"
-        for name, count in ((PLAIN, 3), (PROJECTION, 9), ("model.layers.4.enorm.weight", 1))
+        for name, count in ((ROUTER, 3), (PROJECTION, 9), ("model.layers.4.enorm.weight", 1))
     ]
 
 
@@ -154,12 +154,17 @@ def _no_indexer(tensors: dict[str, Tensor]) -> tuple[str, str]:
 
 def _shape(tensors: dict[str, Tensor]) -> tuple[str, str]:
     tensors[NORM] = torch.ones(7).bfloat16()
-    return f"{NORM} [7] in {{file}}", "is [160] by config.json, and the files have"
+    return NORM, "is [7], and in config.json hidden_size is 160 ({file})"
 
 
 def _rows(tensors: dict[str, Tensor]) -> tuple[str, str]:
     tensors[PLAIN] = tensors[PLAIN][:290].clone()
-    return PLAIN, "in {file} has 290 rows, and config.json a vocab_size of 300"
+    return PLAIN, "is [290, 160], and in config.json vocab_size is 300 ({file})"
+
+
+def _copy(tensors: dict[str, Tensor]) -> tuple[str, str]:
+    tensors["model.layers.4.embed_tokens.weight"][3, 3] += 1
+    return "model.layers.4.embed_tokens.weight", "differs from model.embed_tokens.weight"
 
 
 def _packed(tensors: dict[str, Tensor]) -> tuple[str, str]:
@@ -169,7 +174,7 @@ def _packed(tensors: dict[str, Tensor]) -> tuple[str, str]:
 
 KINDS = [
     *(_nan_factor, _zero_factor, _fewer_factors, _no_factors, _missing, _unknown, _no_indexer),
-    *(_shape, _rows, _packed),
+    *(_shape, _rows, _copy, _packed),
 ]
 
 
@@ -185,7 +190,7 @@ def test_damage_of_each_kind(model: Path, kind: Callable[[dict[str, Tensor]], tu
 
 def test_all_problems_are_listed(model: Path) -> None:
     """Those of structure, of factors and of numbers, in one run."""
-    damages = (_nan_factor, _missing, _unknown, _rows)
+    damages = (_nan_factor, _missing, _unknown, _no_indexer, _copy)
 
     def change(tensors: dict[str, Tensor]) -> None:
         for damage in damages:
@@ -200,8 +205,9 @@ def test_a_configuration_of_another_model(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"q_lora_rank": 128}
     (model / "config.json").write_text(json.dumps(config))
     found = problems(model)
-    assert any("model.layers.0.self_attn.q_a_proj.weight [136, 160] in" in line for line in found)
-    assert any("is [128, 160] by config.json" in line for line in found)
+    for layer in range(5):
+        name = f"model.layers.{layer}.self_attn.q_a_proj.weight is [136, 160]"
+        assert any(name in line and "q_lora_rank is 128 (model-0000" in line for line in found)
 
 
 def test_a_file_that_is_cut(model: Path) -> None:

@@ -26,6 +26,11 @@ _ROWS = 2**12
 
 def first_contradiction(files: Reader) -> str | None:
     """Return a message on the first weight whose shape is not the configuration's; ``None`` if all agree."""
+    return next(contradictions(files), None)
+
+
+def contradictions(files: Reader) -> Iterator[str]:
+    """Yield a message for each weight whose shape is not the configuration's."""
     shapes = files.architecture.shapes
     for name in files.names:
         keys = shapes.get(_EXPERT.sub("{expert}", _LAYER.sub("", name)), ())
@@ -37,8 +42,8 @@ def first_contradiction(files: Reader) -> str | None:
             if size not in (None, found)
         ]
         if wrong:
-            return f"{name} is {list(stored)}, and in config.json {' and '.join(wrong)}"
-    return None
+            stated = " and ".join(wrong)
+            yield f"{name} is {list(stored)}, and in config.json {stated} ({files.file(name)})"
 
 
 def _size(described: Mapping[str, Any], keys: str) -> int | None:
