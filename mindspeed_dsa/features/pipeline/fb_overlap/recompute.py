@@ -177,7 +177,9 @@ class Recomputed:
         return output
 
     def _learns(self, name: str = "") -> bool:
-        """Return whether any weight before the experts, or in the named MoE module, needs a gradient."""
+        """Return whether the layer's input, or any weight before the experts or in ``name``, needs a
+        gradient.
+        """
         moe = self._layer.mlp
         modules = [getattr(moe, module, None) for module in ("experts", "shared_experts")]
         behind = {id(param) for module in modules if module is not None for param in module.parameters()}
