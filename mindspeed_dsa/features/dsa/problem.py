@@ -1,4 +1,4 @@
-"""Sparse attention of one layer as data: operands, visible key ranges, process groups and loss options."""
+"""Inputs of sparse attention for one layer: operands, visible keys, process groups and loss options."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 @dataclass(frozen=True)
 class Operands:
-    """Inputs of the main attention in Megatron's layout (sequence first), and the softmax scale.
+    """Query, key and value of the main attention in Megatron's layout, and the softmax scale.
 
-    Under context parallelism ``query`` has this rank's tokens, ``key`` the tokens of the whole sequence in
-    sequence order.
+    Under context parallelism, ``query`` has this rank's tokens, and ``key`` has the whole sequence in order.
 
     Attributes:
-        query: ``[s, b, heads, dim]`` per head, or ``[s, b, heads, latent + rope]`` absorbed.
-        key: ``[s, b, heads, dim]`` per head, or ``[s, b, 1, latent + rope]`` absorbed.
-        value: ``[s, b, heads, value_dim]`` per head. In absorbed form the up-projection ``[heads, value_dim,
-            latent]``, which is applied to the attention output.
-        softmax_scale: factor of the scores.
-        key_receiver: buffer for the fp32 gradient of an absorbed key, to be summed over ranks; None for none.
+        query: queries, ``[s, b, heads, dim]`` per head, or ``[s, b, heads, latent + rope]`` absorbed.
+        key: keys, ``[s, b, heads, dim]`` per head, or ``[s, b, 1, latent + rope]`` absorbed.
+        value: values ``[s, b, heads, value_dim]`` per head. In absorbed form, the up-projection ``[heads,
+            value_dim, latent]``, which is applied to the attention output.
+        softmax_scale: factor of the attention scores.
+        key_receiver: tensor for which backward returns the absorbed key's gradient in fp32; None: for
+            ``key``.
         epilog: compiled function for the value's up-projection; None for PyTorch's einsum.
-        query_rope: rotary part of an absorbed query, ``[s, b, heads, rope]``. ``query`` then has the latent
-            part only. None: ``query`` has both parts.
-        key_rope: rotary part of an absorbed key, ``[s, b, 1, rope]``. Set only together with ``query_rope``.
-        key_rope_receiver: same as ``key_receiver``, for ``key_rope``.
+        query_rope: rotary dimensions of an absorbed query, ``[s, b, heads, rope]``. ``query`` then has the
+            latent dimensions only. None: ``query`` has both.
+        key_rope: rotary dimensions of an absorbed key, ``[s, b, 1, rope]``. Set only if ``query_rope`` is
+            set. None: ``key`` has both.
+        key_rope_receiver: gradient receiver of ``key_rope``, like ``key_receiver``.
     """
 
     query: Tensor
@@ -50,7 +51,7 @@ class Operands:
     key_rope_receiver: Tensor | None = None
 
     def whole(self) -> Operands:
-        """Return these operands with latent and rotary parts concatenated in query and key."""
+        """Return operands with latent and rotary dimensions concatenated in query and key."""
         if self.query_rope is None:
             return self
         # [s, b, heads, latent + rope]
@@ -62,13 +63,13 @@ class Operands:
         return replace(whole, key=key, key_receiver=None, key_rope=None, key_rope_receiver=None)
 
     def first(self, rows: int) -> Operands:
-        """Return the first ``rows`` query tokens and the same number of keys."""
+        """Return operands of the first ``rows`` query tokens and keys."""
         value = self.value if self.absorbed else self.value[:rows]  # the up-projection has no tokens
         rope = None if self.query_rope is None else self.query_rope[:rows]
         return replace(self._with_keys(slice(rows)), query=self.query[:rows], query_rope=rope, value=value)
 
     def by_runs(self, runs: Sequence[Run]) -> list[Operands]:
-        """Return one set of operands per run: its query tokens and the keys they see. Absorbed form only.
+        """Split absorbed operands into one set per run: the run's query tokens and the keys they see.
 
         Args:
             runs: runs that cover all query tokens, in their order.
@@ -91,29 +92,29 @@ class Operands:
 
     @property
     def absorbed(self) -> bool:
-        """Return whether ``value`` is the up-projection."""
+        """Return whether the operands are in absorbed form (``value`` is the up-projection)."""
         return self.value.dim() == 3
 
     @property
     def latent(self) -> int:
-        """Width of the latent part of an absorbed key, which is its value."""
+        """Number of latent dimensions of an absorbed key, which are also its value."""
         return self.value.shape[-1]
 
     def up_projected(self, latent_out: Tensor) -> Tensor:
-        """Project ``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
+        """Apply the value's up-projection: ``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
         if self.epilog is not None:
             return self.epilog(latent_out, self.value)
         # heads keeps its order, so that flatten gives Megatron's head-major output
         return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)  # [s, b, heads * value_dim]
 
     def detached(self) -> tuple[Tensor, Tensor]:
-        """Return detached query ``[b, s, heads, dim]`` and key, ``[b, s, dim]`` or per head."""
+        """Return query ``[b, s, heads, dim]`` and key ``[b, s, dim]`` (or per head), detached."""
         key = self.key.detach().transpose(0, 1)  # [b, s, 1 or heads, dim]
         # [b, s, heads, dim]; an absorbed key has one head, which is squeezed
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
 
     def ropes(self) -> dict[str, Tensor | None]:
-        """Return the operators' keyword arguments for separate rotary parts."""
+        """Return keyword arguments for operators that take rotary dimensions separately."""
         query, key = self.query_rope, self.key_rope
         return {
             "query_rope": None if query is None else query.transpose(0, 1),  # [b, s, heads, rope]
@@ -133,19 +134,20 @@ def _by_runs(tensor: Tensor, runs: Sequence[Run], dim: int) -> Sequence[Tensor]:
 
 
 def keeps_parts_apart(device: torch.device) -> bool:
-    """Return whether this device's operators take the latent and rotary parts of a query separately."""
+    """Return whether this device's operators take latent and rotary dimensions as separate tensors."""
     return device.type == "npu"
 
 
 def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the query and key that pass through Megatron's layer and checkpoints in absorbed form.
+    """Return absorbed query and key in the form that passes through Megatron's layer and checkpoint.
 
-    On devices with separate parts the query is the latent part only, and the key also holds the query's
-    rotary parts of all heads: ``[s, b, 1, latent + rope + heads * rope]``. :func:`parts_of` undoes it.
+    If the device's operators take rotary dimensions separately, the query has only its latent dimensions. Its
+    rotary dimensions of all heads are appended to the key: ``[s, b, 1, latent + rope + heads * rope]``.
+    :func:`parts_of` undoes this.
 
     Args:
-        query: latent part, ``[s, b, heads, latent]``.
-        query_rope: rotary part, ``[s, b, heads, rope]``.
+        query: latent dimensions of the query, ``[s, b, heads, latent]``.
+        query_rope: rotary dimensions of the query, ``[s, b, heads, rope]``.
         key: absorbed key, ``[s, b, 1, latent + rope]``.
     """
     if keeps_parts_apart(query.device):
@@ -156,15 +158,15 @@ def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tenso
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the key and the query's rotary part, undoing :func:`query_and_key`.
+    """Split a key made by :func:`query_and_key` into the key and the query's rotary dimensions.
 
     Args:
-        query: query in any form; the latent part if the parts are separate.
+        query: query in any form; only its latent dimensions if the rotary ones are separate.
         key: key in any form.
         value: up-projection ``[heads, value_dim, latent]``, or per-head value.
 
     Returns:
-        The key, and the rotary part ``[s, b, heads, rope]``, None if ``query`` contains it.
+        The key, and the query's rotary dimensions ``[s, b, heads, rope]``; None if ``query`` contains them.
     """
     latent, heads = value.shape[-1], query.shape[2]
     if value.dim() != 3 or query.shape[-1] != latent:
@@ -229,20 +231,21 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Range of keys that each query token of this rank sees, and the tokens that count in the loss.
+    """Visible keys of each query token on this rank, and the mask of tokens that count in the loss.
 
-    A token sees keys ``start <= key < end``. Context parallel ranks have tokens that are not contiguous in
-    the sequence, and packed sequences have tokens that start late.
+    A query token sees the keys ``start <= key < end``. Explicit ranges are needed under context parallelism,
+    where tokens of a rank are not contiguous, and for packed documents, where keys start with the document.
 
     Attributes:
-        starts: first visible key, ``[s]`` int32; None: 0 for every token.
-        ends: end of the visible keys, ``[s]`` int32; None: causal, each token sees keys up to itself.
+        starts: first visible key of each token, ``[s]`` int32; None: 0 for all tokens.
+        ends: end of the visible keys of each token, ``[s]`` int32; None: causal, each token sees keys up to
+            itself.
         counted: mask of the tokens that count in the loss, ``[b, s]`` bool; None: all count.
         count: number of counted tokens over all context parallel ranks; None if unknown.
         longest: largest number of keys that a token sees, if the host knows it.
-        end: first token of the padding at the end, whose keys are padding as well; None: no padding there.
-        known: form of the tokens before ``end``, if the host knows it without reading device tensors. Always
-            known without ``starts`` and ``ends``.
+        end: index of the first padding token, if padding is at the end; None: no padding at the end.
+        known: description of the ranges before ``end`` for operators, if the host knows it without reading
+            device tensors. Not needed without ``starts`` and ``ends``.
     """
 
     starts: Tensor | None = None
@@ -255,7 +258,7 @@ class Rows:
 
     @classmethod
     def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
-        """Build from packed documents. Padding sees no key and does not count."""
+        """Build from packed documents. Padding sees no key and does not count in the loss."""
         counted = rows.counted
         return cls(
             upload(rows.starts, device),  # [s]
@@ -268,10 +271,11 @@ class Rows:
         )
 
     def without(self, padding: Padding, rank: int, shape: tuple[int, int], device: torch.device) -> Rows:
-        """Return these rows of whole sequences with padding excluded from the loss.
+        """Return a copy with padding excluded from the loss, for whole sequences.
 
         Args:
-            padding: padding of the job's sequences. Sequences of another length keep all tokens.
+            padding: padding of the job's sequences. Sequences of another length are assumed to have no
+                padding.
             rank: rank in the context parallel group.
             shape: number of this rank's tokens, and batch size.
             device: device for the mask.
@@ -286,7 +290,7 @@ class Rows:
 
     @classmethod
     def to_last_key(cls, rows: int, keys: int, device: torch.device) -> Rows:
-        """Build causal rows for the last ``rows`` of ``keys`` tokens. The last one sees every key."""
+        """Build causal ranges for the last ``rows`` of ``keys`` tokens. The last one sees every key."""
         if rows == keys:
             return cls()
         ends = torch.arange(keys - rows, keys, dtype=torch.int32, device=device) + 1  # [s]
@@ -295,13 +299,13 @@ class Rows:
 
     @property
     def form(self) -> RowForm | None:
-        """Form of all rows, passed to the operators; None if the host does not know it."""
+        """Description of all ranges for the operators; None if the host does not know it."""
         if self.starts is None and self.ends is None:
             return TO_LAST_KEY
         return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
-        """Return the first ``rows`` tokens. The dropped ones must not count in the loss."""
+        """Return the ranges of the first ``rows`` tokens. Dropped tokens must not count in the loss."""
         starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
         counted = self.counted
         if counted is not None:
@@ -310,7 +314,7 @@ class Rows:
         return replace(self, starts=starts, ends=ends, counted=counted, end=None)
 
     def most_visible(self, keys: int) -> int:
-        """Return the largest number of keys that a token sees. An upper bound if only the device knows it."""
+        """Return the largest number of keys that a token sees, or an upper bound for it."""
         if self.starts is None:
             return keys
         if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
@@ -320,11 +324,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups with the other heads and tokens; None for a group of one rank.
+    """Process groups for tensor and context parallelism; None if a group has one rank.
 
     Attributes:
-        tensor: tensor parallel ranks, with the other heads. The loss's target is summed over them.
-        context: context parallel ranks, with the other tokens of the same sequences. Their losses add up.
+        tensor: tensor parallel group, whose ranks have other heads. The target of the loss is summed over it.
+        context: context parallel group, whose ranks have other tokens of the same sequences. Losses add up
+            over it.
     """
 
     tensor: ProcessGroup | None = None
@@ -337,7 +342,7 @@ class Groups:
 
     @property
     def context_ranks(self) -> int:
-        """Number of ranks that share the rows of a sequence."""
+        """Context parallel size."""
         return 1 if self.context is None else self.context.size()
 
 
@@ -352,11 +357,13 @@ class LossOptions:
 
     Attributes:
         coefficient: factor of the loss.
-        on_chosen_keys: whether the loss is sparse, over the selected keys; otherwise over all visible keys.
+        on_chosen_keys: whether the loss is over the selected keys only (sparse) or over all visible keys
+            (dense).
         per_token: whether the loss is a sum over tokens; otherwise this rank's share of the mean over all
             counted tokens of all context parallel ranks.
-        in_backward: callback that requests the loss in the attention's backward pass where possible. It gets
-            this rank's share (scalar, with coefficient) and returns the scalar gradient of the loss.
+        in_backward: callback, if the loss is to be computed in the attention's backward where possible. It is
+            called with this rank's share (scalar, with coefficient) and returns the scalar gradient of the
+            loss.
     """
 
     coefficient: float
@@ -382,7 +389,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention output, and intermediate results for the indexer loss."""
+    """Attention output, with intermediate results that the indexer loss reuses."""
 
     out: Tensor
     """``[s, b, heads * value_dim]``."""
@@ -394,12 +401,12 @@ class Attended:
 
 @dataclass(frozen=True)
 class Parts:
-    """Replacements for our operators, with Megatron's own code; None: our operator runs.
+    """Parts of DSA that run Megatron's own code. None: our operator runs.
 
     Attributes:
         choose: function that selects the keys.
-        attend: function that attends to the selected keys, ``[b, s, topk]``.
-        loss: function that returns the indexer loss, with coefficient.
+        attend: function that computes attention to the selected keys, ``[b, s, topk]``.
+        loss: function that computes the indexer loss, including the coefficient.
     """
 
     choose: Callable[[], Selection] | None = None
@@ -409,18 +416,19 @@ class Parts:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sparse attention of one layer, without the indexer's inputs.
+    """Inputs of one layer's sparse attention, except for the indexer's.
 
     Attributes:
         operands: inputs of the main attention.
         topk: number of keys per query token.
         rows: range of keys that each query token sees.
-        groups: process groups with the other heads and tokens.
+        groups: process groups of the layer.
         loss: options of the indexer loss; None for no loss.
         backend: backend of the operators.
-        parts: replacements for our operators.
+        parts: parts that run Megatron's own code.
         precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
-        given: recorded or shared keys to attend to, instead of the indexer's. No loss with shared keys.
+        given: recorded or shared selection to use instead of the indexer's. With a shared selection there is
+            no loss.
     """
 
     operands: Operands
@@ -435,28 +443,28 @@ class Problem:
 
     @property
     def needs_index(self) -> bool:
-        """Return whether the indexer's inputs are read; otherwise the indexer need not run."""
+        """Return whether sparse attention reads the indexer's inputs. If not, the indexer need not run."""
         keys = self.operands.key.shape[0]
         return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.given)
 
     @property
     def is_dense(self) -> bool:
-        """Return whether our operators attend densely, because every token sees at most ``topk`` keys."""
+        """Return whether attention runs densely, because no token sees more than ``topk`` keys."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property
     def reads_scores(self) -> bool:
-        """Return whether the indexer loss is computed from the scores of the selected keys."""
+        """Return whether the indexer loss needs the scores of the selected keys."""
         return self.loss is not None and self.loss.on_chosen_keys and self.parts.loss is None
 
     @property
     def wanted(self) -> LossOptions:
-        """Options of the indexer loss; the caller has checked that there is one."""
+        """Options of the indexer loss; must not be called without a loss."""
         assert self.loss is not None
         return self.loss
 
     def first(self, rows: int) -> Problem:
-        """Return the problem of the first ``rows`` tokens. The dropped ones must not count in the loss."""
+        """Return the problem for the first ``rows`` tokens. Dropped tokens must not count in the loss."""
         given = None if self.given is None else self.given.of(slice(rows), 0, rows)
         return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows), given=given)
 
@@ -469,7 +477,7 @@ def needs_index(
     parts: Parts | None = None,
     given: Chosen | None = None,
 ) -> bool:
-    """Return whether sparse attention will read the indexer's inputs. Needs no operands.
+    """Return whether sparse attention reads the indexer's inputs. Can be called before the operands exist.
 
     Args:
         keys: number of keys of the whole sequence.
@@ -488,5 +496,5 @@ def needs_index(
 
 
 def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Return whether attention is dense: every token sees at most ``topk`` keys, and our operator attends."""
+    """Return whether attention is dense: no token sees more than ``topk`` keys, and our operator runs."""
     return parts.attend is None and rows.most_visible(keys) <= topk

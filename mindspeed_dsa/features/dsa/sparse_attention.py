@@ -1,7 +1,7 @@
-"""DeepSeek Sparse Attention of one layer: operands in, attention output and indexer loss out.
+"""DeepSeek Sparse Attention of one layer: from operands to attention output and indexer loss.
 
-Adapters call it for each Megatron release: patched core attentions (:mod:`.core_attention`, 0.16 to 0.18 and
-the backport to older releases) and kernel hooks (:mod:`.kernel_hooks.hooks`, 0.19).
+It is called by adapters for Megatron's releases: :mod:`.core_attention` (0.16 to 0.18, and the backport to
+older releases) and :mod:`.kernel_hooks.hooks` (0.19).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Result(NamedTuple):
 
 
 def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
-    """Select keys for every row, attend to them, and compute the indexer loss.
+    """Select keys for every query token, attend to them, and compute the indexer loss.
 
     Args:
-        problem: sparse attention of the layer.
-        index: query, key and weights of the indexer; None if ``problem.needs_index`` is false.
+        problem: inputs of the layer's sparse attention.
+        index: query, key and weights of the indexer; None is allowed if ``problem.needs_index`` is false.
     """
     rows, loss, parts = problem.rows, problem.loss, problem.parts
     if rows.end is not None:
@@ -110,7 +110,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
 
 
 def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
-    """Attend to given keys, with Megatron's attention or our operator."""
+    """Compute attention to given keys, with Megatron's code or our operator."""
     if problem.parts.attend is not None:
         return problem.parts.attend(problem.operands, topk_indices)
     form = problem.rows.form
@@ -118,7 +118,7 @@ def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
 
 
 def _scored(problem: Problem, given: Chosen, index: IndexInputs) -> Selection:
-    """Return the given keys with the indexer's scores. Rows without given keys get the indexer's keys."""
+    """Return the given keys with the indexer's scores. Tokens without given keys get the indexer's keys."""
     rows = problem.rows
     indexer_selection = select_keys(
         index, problem.topk, rows, problem.backend, True, problem.precision, problem.reads_scores
@@ -156,19 +156,18 @@ def select_keys(
     precision: str = "full",
     with_scores: bool = True,
 ) -> Selection:
-    """Select the keys of every row with the operator.
+    """Select the keys of every query token with the Lightning Indexer operator.
 
-    The returned scores are always computed in full precision. Neither the loss nor the gradients depend on
-    the selection's precision.
+    The returned scores are always in full precision, so the loss on them does not depend on ``precision``.
 
     Args:
         index: query, key and weights of the indexer.
-        topk: number of keys per row.
-        rows: range of keys that each row sees.
+        topk: number of keys per query token.
+        rows: range of keys that each query token sees.
         backend: backend of the operator.
-        in_order: whether to return the keys of each row in ascending order.
-        precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
-        with_scores: whether the scores are needed. The full precision selection always returns them.
+        in_order: whether to return the keys of each token in ascending order.
+        precision: precision in which keys are selected, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
+        with_scores: whether the scores are needed. Selection in full precision always returns them.
     """
     if precision != "full":
         topk_indices = quantised_indexer(
@@ -202,13 +201,13 @@ def select_keys(
 
 
 def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) -> Attended:
-    """Attend to the selected keys with the operator.
+    """Compute attention to the selected keys with our operator.
 
     Args:
-        problem: sparse attention of the layer.
+        problem: inputs of the layer's sparse attention.
         selection: selected keys.
-        with_target: whether to return the input of the sparse loss's target. This is the sum of
-            probabilities over heads, or only ``lse`` if the loss operator recomputes the probabilities.
+        with_target: whether to return the tensor that the sparse loss needs: probabilities summed over heads,
+            or only ``lse`` if the loss operator recomputes the probabilities.
     """
     operands, inputs = problem.operands, selection.inputs
     if with_target and operands.absorbed and problem.rows.counted is None and inputs.use_relu:
@@ -223,7 +222,7 @@ def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) 
 def _loss_in_backward(
     problem: Problem, selection: Selection, report: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the attention's ``score_gradient`` callback: head-summed probabilities to score gradient."""
+    """Return the ``score_gradient`` callback, which computes the loss in the attention's backward."""
     assert selection.topk_scores is not None
     scores, indices = selection.topk_scores.detach(), selection.topk_indices
     # The callback lives until backward. It must not hold the operands.
@@ -260,7 +259,7 @@ def _present(index: IndexInputs | None) -> IndexInputs:
 
 
 def in_runs(device: torch.device) -> bool:
-    """Return whether this device's operators take one run of contiguous tokens per call."""
+    """Return whether this device's operators accept only one run of contiguous tokens per call."""
     return device.type == "npu"
 
 
@@ -270,13 +269,13 @@ def attend_by_runs(
     runs: Sequence[Run],
     all_rows: int,
 ) -> Result:
-    """Call :func:`sparse_attention` once per run of contiguous tokens. Absorbed form only.
+    """Call :func:`sparse_attention` separately for each run of contiguous tokens. Absorbed form only.
 
     Args:
-        problem: sparse attention of all rows, with the keys of the whole sequence.
-        index: inputs of the indexer for all rows and keys; None if not needed.
-        runs: runs of contiguous tokens that cover all rows, in their order.
-        all_rows: divisor of the mean loss: counted tokens of all context parallel ranks.
+        problem: inputs of the sparse attention of all tokens, with the keys of the whole sequence.
+        index: inputs of the indexer for all tokens and keys; None if not needed.
+        runs: runs of contiguous tokens that cover all query tokens, in order.
+        all_rows: divisor of the mean loss: number of counted tokens on all context parallel ranks.
     """
     loss, results = problem.loss, []
     inputs_of_runs = [None] * len(runs) if index is None else index.by_runs(runs)
@@ -308,7 +307,7 @@ def attend_by_runs(
 
 
 def _nothing(operands: Operands, index: IndexInputs | None) -> Result:
-    """Return zeros for rows without visible keys, connected to the graph."""
+    """Return zeros for tokens without visible keys, connected to the autograd graph."""
     # Other ranks wait in backward for the gradient of their keys, so this rank's backward must run as well.
     query, key, value = operands.query, operands.key, operands.value
     # Sums of empty slices: exact zeros that depend on every input.

@@ -1,6 +1,7 @@
-"""DSA fields of a model's configuration: their flags, the values of named models, and consistency checks.
+"""DSA fields of a model configuration: their flags, presets of named models, and consistency checks.
 
-Names and defaults follow Megatron-core 0.19. Earlier releases lack most of the fields; no release has all.
+Names and defaults follow Megatron-core 0.19. Earlier releases lack most of the fields, and no release has all
+of them.
 
 tests: tests/matrix/test_dsa_model.py
 """
@@ -142,7 +143,7 @@ MODEL_NAME = Flag(
 
 
 def fill_arguments(args: Any) -> Sequence[str]:
-    """Fill unset job arguments with the fields of ``--dsa-model``; a ``Feature.rewrite``."""
+    """Fill unset job arguments from the preset of ``--dsa-model``; a ``Feature.rewrite``."""
     model = argument(args, MODEL_NAME.dest)
     if model is None or argument(args, "experimental_attention_variant") != "dsa":
         return ()
@@ -159,19 +160,19 @@ def fill_arguments(args: Any) -> Sequence[str]:
 
 
 def _open_values(flag: Flag) -> tuple[Any, ...]:
-    """Return the values that job arguments have if a flag is not set."""
+    """Return the values that an argument can have if its flag is not given."""
     # A parser that Megatron derives from fields stores False, not None, for an unset "auto" flag.
     return (None, flag.unset, bool(flag.unset)) if flag.kind == "auto" else (None, flag.unset)
 
 
 def sets(model: str, filled: Mapping[str, Any]) -> str:
-    """Describe the fields that a model name has set. Fields set to None are omitted; "" if none are left."""
+    """Describe the fields that a preset has set, without fields set to None; "" if there are none."""
     said = ", ".join(f"{name}={value}" for name, value in filled.items() if value is not None)
     return f"{MODEL_NAME.name} {model} sets {said}" if said else ""
 
 
 def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
-    """Describe values that contradict the model's. ``said`` maps a field to the way the user has set it."""
+    """Describe values that contradict a preset. ``said`` maps each field to its name in messages."""
     return [
         f"{said[name]} contradicts {MODEL_NAME.name} {model}, which has {_shown(name, MODELS[model][name])}: "
         f"omit it, or omit {MODEL_NAME.name} and set each option by its flag"
@@ -185,7 +186,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def against_model(args: Any, model: str) -> list[str]:
-    """Describe job arguments that contradict the model's fields. Unset arguments do not contradict."""
+    """Describe job arguments that contradict a preset. Unset arguments do not contradict."""
     set_values = {}
     for flag in FLAGS:
         value = argument(args, flag.dest)
@@ -196,12 +197,12 @@ def against_model(args: Any, model: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """Requested DSA fields.
+    """DSA fields set by the job.
 
     Attributes:
-        chosen: setting of each field that API, environment or command line set, by name.
+        chosen: dict from field name to setting, for fields set by API, environment or command line.
         release: release of Megatron-core; None without Megatron.
-        model: value of ``--dsa-model``. Its fields are included in ``chosen``.
+        model: preset of ``--dsa-model``. Its fields are included in ``chosen``.
     """
 
     chosen: Mapping[str, Setting]
@@ -210,15 +211,15 @@ class Options:
 
     @property
     def native(self) -> bool:
-        """Return whether Megatron's indexer rotates first dimensions and normalises its query by itself."""
+        """Return whether this Megatron's indexer itself rotates first dimensions and normalises its query."""
         return rotates_first(self.release)
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings. ``chosen`` is empty for a job's arguments, which are only checked.
+        """Build from settings, or from job arguments, for which ``chosen`` is empty.
 
         Raises:
-            SettingsError: a setting contradicts the model of ``--dsa-model``.
+            SettingsError: a setting contradicts the preset of ``--dsa-model``.
         """
         said = settings.chosen() if isinstance(settings, Settings) else {}
         fields = {flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said}
@@ -241,7 +242,7 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the model uses DSA, or a DSA setting is set."""
+    """Return whether the model uses DSA, or any DSA setting is set."""
     if uses_dsa(settings):
         return True
     said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in (*FLAGS, MODEL_NAME))
@@ -288,13 +289,14 @@ _WHY = "Megatron's configuration lacks the field, and Megatron-LM copies argumen
 def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY) -> tuple[Patch, ...]:
     """Build patches that add fields to Megatron's two configuration classes.
 
-    With the fields in ``__dataclass_fields__``, code that reads, copies or derives configurations finds them.
+    The fields are added to ``__dataclass_fields__``, so code that reads, copies or derives configurations
+    finds them.
 
     Args:
         names: names of the fields, and of the ``dataclasses.Field`` objects in ``impl``.
-        impl: ``module:namespace`` of the field objects.
+        impl: import path ``module:namespace`` of the field objects.
         versions: Megatron-core releases that lack the fields.
-        why: reason in each patch.
+        why: reason stored in each patch.
     """
     return tuple(
         Patch(

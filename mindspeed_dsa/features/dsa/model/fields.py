@@ -1,4 +1,4 @@
-"""DSA fields in Megatron's configurations: accepted by constructors that lack them, filled from settings.
+"""Patches that add DSA fields to Megatron's configurations, and fill them from settings.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -26,9 +26,10 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def field_of(flag: Flag, default: Any = None) -> "dataclasses.Field[Any]":
-    """Return the ``dataclasses.Field`` for a flag's value.
+    """Build the ``dataclasses.Field`` for a flag's value.
 
-    Megatron-LM 0.16 and later derive a flag from it, with the names and help text in its metadata.
+    Megatron-LM 0.16 and later derive a flag from the field, with the names and help text in the field's
+    metadata.
 
     Args:
         flag: flag to make a field for.
@@ -62,10 +63,10 @@ _NAMES = tuple(flag.dest for flag in FLAGS)
 
 
 def take_fields(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate the ``__init__`` of a configuration class, which was generated before fields were added.
+    """Decorate ``__init__`` of a configuration class to accept the added DSA fields.
 
-    The value of a DSA field is the argument if there is one that is not None, else the setting, else the
-    default.
+    A dataclass's ``__init__`` is generated before the fields are added, so it does not know them. The value
+    of a field is the argument unless it is None, otherwise the setting, otherwise the default.
     """
     taken = inspect.signature(original).parameters
 
@@ -96,7 +97,7 @@ def take_fields(original: Callable[..., None], context: Context[Options]) -> Cal
 
 
 def settle_fields(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__`` to apply settings to subclasses with own constructors."""
+    """Decorate ``TransformerConfig.__post_init__`` to apply settings to subclasses with own ``__init__``."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}

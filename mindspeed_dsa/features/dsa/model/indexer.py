@@ -1,6 +1,6 @@
-"""DSA indexer options of the model configuration, for releases before 0.19.
+"""Patches for indexer options of the model configuration, in releases before 0.19.
 
-Covers rotary embedding, Hadamard rotation, latent query, key norm and scores.
+The options are about rotary embedding, Hadamard rotation, latent query, key norm and scores.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -29,15 +29,16 @@ def rotate_first_dimensions(
 ) -> Tensor:
     """Rotate the first ``qk_pos_emb_head_dim`` dimensions of each indexer head.
 
-    For position ``p`` and frequency ``f``: ``(a, b) -> (a cos pf - b sin pf, b cos pf + a sin pf)``. DeepSeek
-    pairs ``a`` in the first half of the rotary dimensions with ``b`` in the second. With
-    ``dsa_indexer_rope_interleaved`` (GLM), ``a`` is an even dimension and ``b`` the next odd one. The result
-    then has the even dimensions first, as in Megatron. Dot products of query and key are unaffected.
+    Each pair of dimensions ``(a, b)`` becomes ``(a cos pf - b sin pf, b cos pf + a sin pf)`` for position
+    ``p`` and frequency ``f``. In DeepSeek's models, ``a`` is in the first half of the rotary dimensions and
+    ``b`` in the second. With ``dsa_indexer_rope_interleaved`` (GLM), ``a`` is an even dimension and ``b`` the
+    next odd one. The result then has all even dimensions first, as in Megatron, which does not change dot
+    products of query and key.
 
     Args:
         megatron: Megatron of the job.
         indexer: ``DSAIndexer`` module.
-        x: ``[s, b, heads, index_head_dim]``.
+        x: indexer queries or keys ``[s, b, heads, index_head_dim]``.
         rotary_pos_emb: angles ``[s, 1, 1, qk_pos_emb_head_dim]``.
         mscale: YaRN's magnitude scale, 1 for plain RoPE.
         **groups: process group arguments of Megatron's ``apply_rotary_pos_emb``, in releases that have them.
@@ -74,7 +75,7 @@ def rotate_as_configured(original: Callable[..., Tensor], context: Context[Optio
 
 
 def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``get_query_key_value_tensors`` to normalise its fourth result, only read by the indexer."""
+    """Decorate ``get_query_key_value_tensors`` to normalise the indexer's latent query (4th result)."""
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
@@ -93,10 +94,10 @@ def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayerNormInFP32(SequenceParallelLayerNorm):
-    """LayerNorm computed in fp32, with fp32 copies of the parameters. The output has the input's dtype."""
+    """LayerNorm computed in fp32, with fp32 copies of its parameters. Output has the input's dtype."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise ``[..., hidden_size]``."""
+        """Normalise hidden states ``[..., hidden_size]``."""
         # zero_centered_gamma stores weight - 1
         weight = self.weight.float() + (1 if self.zero_centered_gamma else 0)
         normalised = torch.nn.functional.layer_norm(
@@ -106,7 +107,7 @@ class LayerNormInFP32(SequenceParallelLayerNorm):
 
 
 def key_norm_epsilon(config: Any) -> float:
-    """Return the epsilon of the indexer's key norm. Default: the epsilon of the model's norms."""
+    """Return the epsilon of the indexer's key norm; default: the epsilon of the model's other norms."""
     epsilon: float | None = config.dsa_indexer_k_norm_epsilon
     return float(config.layernorm_epsilon) if epsilon is None else epsilon
 
@@ -119,7 +120,7 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
         norm_class = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else k_norm
 
         class KeyNorm:
-            """Factory that replaces the spec's key norm, because Megatron passes its own epsilon."""
+            """Factory in place of the spec's key norm, because Megatron passes its own epsilon."""
 
             def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
                 build_module = context.megatron("core.transformer.spec_utils").build_module
@@ -188,10 +189,10 @@ def score_without_relu(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def project(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_before_topk`` of 0.17 and 0.18.
+    """Decorate ``DSAIndexer.forward_before_topk`` of 0.17 and 0.18: optional rotation and optional ReLU.
 
-    For scores without ReLU, Megatron's own score functions, which always apply it, get two heads that
-    replace all heads; see :func:`heads_without_relu`.
+    Megatron's own score functions always apply ReLU. For scores without ReLU they get two heads in place of
+    all heads; see :func:`heads_without_relu`.
     """
     rotation = context.state(_Rotation)
 
@@ -206,7 +207,7 @@ def project(original: Callable[..., Any], context: Context[Options]) -> Callable
 
 
 def heads_without_relu(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two heads whose scores with ReLU equal the scores of all heads without ReLU.
+    """Return two heads that, with ReLU, give the same scores as all heads without ReLU.
 
     ``sum_h w_h (q_h . k) = s = relu(s) - relu(-s)`` with ``s = (sum_h w_h q_h) . k``.
 

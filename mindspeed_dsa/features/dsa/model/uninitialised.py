@@ -1,8 +1,9 @@
-"""Models with ``perform_initialization=False`` (``--no-initialization``), to be loaded from a checkpoint.
+"""Patches for ``perform_initialization=False`` (``--no-initialization``), used before a checkpoint is loaded.
 
-Megatron then leaves weights uninitialised, which breaks two things. Checkpoints of dense models have no
-indexers, so these are initialised here in any case. And up to 0.17 initialisation also marks weights as
-tensor parallel; without the mark the gradient norm counts only one rank's shards.
+Megatron then leaves weights uninitialised, which breaks two things. First, checkpoints of dense models have
+no indexers, so this module always initialises indexers. Second, up to 0.17 the initialisation also marks
+weights as tensor parallel. Without this mark the gradient norm counts only one rank's shards, so this module
+sets it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 @contextmanager
 def initialising(config: Any) -> Iterator[None]:
-    """Set ``perform_initialization`` in the block, so that modules built there initialise their weights.
+    """Context with ``perform_initialization`` set, so that modules built inside initialise their weights.
 
     Args:
         config: Megatron's model configuration.
@@ -51,7 +52,7 @@ def _mark(parameter: Any, dimension: int, stride: int = 1) -> None:
 
 
 def mark_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers with a weight ``[out, in]`` that is split by rows over ranks."""
+    """Decorate ``__init__`` of layers whose weight ``[out, in]`` is split along dimension 0: mark it."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -61,7 +62,7 @@ def mark_rows(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_columns(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers with a weight ``[out, in]`` that is split by columns over ranks."""
+    """Decorate ``__init__`` of layers whose weight ``[out, in]`` is split along dimension 1: mark it."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -71,7 +72,7 @@ def mark_columns(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_experts(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``GroupedMLP.__init__``: weight1 is ``[hidden, experts * ffn]``, weight2 the transpose."""
+    """Decorate ``GroupedMLP.__init__``: mark weight1 ``[hidden, experts * ffn]`` and weight2 (transposed)."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Repairs of Megatron's backward pass and saved optimizer state.
+"""Repairs of Megatron's backward pass and of saved optimizer state.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -21,7 +21,7 @@ from mindspeed_dsa.megatron.mla_projections import SumGradients
 
 
 def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.__init__`` to switch off MLA's checkpoint of a DSA core attention."""
+    """Decorate ``MLASelfAttention.__init__`` to disable MLA's own checkpoint of a DSA core attention."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -33,7 +33,7 @@ def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None])
 
 
 def recompute_in_backward(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAttention.forward`` to checkpoint it with the indexer's inputs."""
+    """Decorate ``DSAttention.forward`` to checkpoint it, including the indexer's inputs."""
 
     def forward(
         self: Any,
@@ -66,7 +66,7 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
 
 
 def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.__init__``: mark parameters for Megatron's average over tensor parallel ranks."""
+    """Decorate ``DSAIndexer.__init__``: mark parameters to be averaged over tensor parallel ranks."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -81,11 +81,11 @@ def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable
 def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.__init__`` to sum the rotary key's gradient over tensor parallel ranks.
 
-    All heads share one rotary key, and a rank's backward only yields the gradient of its own heads. Megatron
-    sums them with a reduce-scatter if the down projection is replicated and applied to sequence shards. In
-    all other cases they are not summed, and replicas of the projection drift apart.
+    All heads share one rotary key, and each rank computes only the gradient from its own heads. Megatron sums
+    these gradients with a reduce-scatter if the down projection is replicated and applied to sequence shards.
+    In all other cases it does not sum them, and replicas of the projection drift apart.
 
-    If the projection is split over ranks, its output is gathered here. Megatron then continues as with a
+    If the projection is split over ranks, the wrapper gathers its output. Megatron then continues as with a
     replicated projection, and under sequence parallelism its reduce-scatter computes the sum.
     """
 
@@ -122,10 +122,10 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
 
 
 def cut_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable`` to fix parameter offsets.
+    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable`` to correct parameter offsets.
 
     Megatron concatenates a buffer's buckets without the padding at their ends, but slices parameters at
-    offsets that include it. The wrapper subtracts the padding, as Megatron-LM's main does.
+    offsets that include this padding. The wrapper subtracts the padding, as Megatron-LM's main branch does.
     """
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:

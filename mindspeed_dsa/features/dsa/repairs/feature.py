@@ -19,10 +19,10 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def repair_names(text: str) -> str:
-    """Parse a comma-separated list of repair names, and return it without spaces.
+    """Parse a comma-separated list of repair names; return it without spaces.
 
     Raises:
-        argparse.ArgumentTypeError: a name is not a repair.
+        argparse.ArgumentTypeError: a name is unknown.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     known_names = [repair.name for repair in REPAIRS]
@@ -45,11 +45,12 @@ LEFT_OUT = Flag(
 
 @dataclass(frozen=True)
 class Options:
-    """Requested options.
+    """Options of the repairs.
 
     Attributes:
         left_out: names of repairs to leave out.
-        groups_experts: whether Megatron's local spec provider has experts for ``--moe-grouped-gemm``.
+        groups_experts: whether Megatron's local spec provider supports ``--moe-grouped-gemm`` without the
+            grouped_gemm package.
     """
 
     left_out: frozenset[str]
@@ -70,7 +71,7 @@ def rows(settings: Any) -> tuple[Patch, ...]:
 
 
 def without_transformer_engine(args: Any) -> Sequence[str]:
-    """Report a missing Transformer Engine if the job's implementation needs it."""
+    """Report if Transformer Engine is missing but the job uses it."""
     if getattr(args, "transformer_impl", None) != "transformer_engine" or find_spec("transformer_engine"):
         return ()
     problem = (
@@ -81,7 +82,7 @@ def without_transformer_engine(args: Any) -> Sequence[str]:
 
 
 def without_sizes(args: Any) -> Sequence[str]:
-    """Report missing sizes and options that DSA does not support. Missing attributes are not checked."""
+    """Report missing sizes, and options that DSA does not support. Missing attributes are not checked."""
     if argument(args, "experimental_attention_variant") != "dsa":
         return ()
     problems = [
@@ -103,7 +104,7 @@ def without_sizes(args: Any) -> Sequence[str]:
 def keep_rope_unfused(args: Any) -> Sequence[str]:
     """Switch off ``apply_rope_fusion``, which Megatron's DSA lacks before 0.19; a ``Feature.rewrite``.
 
-    Megatron's default is True, so most jobs have not asked for it. Results are the same.
+    Megatron's default is True, so most jobs have not asked for fusion. Results are the same without it.
     """
     if SPEC_DISPATCH.name in Options.of(args).left_out:
         return ()
@@ -132,7 +133,7 @@ def cannot_rotate(args: Any) -> Sequence[str]:
 
 
 def check_repairs(args: Any, options: Options) -> Iterator[str]:
-    """Yield problems of a job's arguments with the active repairs."""
+    """Yield problems with a job's arguments under the active repairs."""
     checks = {
         LOCAL_PROVIDER: without_transformer_engine,
         SPEC_DISPATCH: without_sizes,

@@ -17,7 +17,7 @@ from mindspeed_dsa.feature import Context
 
 @lru_cache(maxsize=8)
 def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the symmetric ``[size, size]`` matrix of +1 and -1, ``H[i, j] = (-1) ** popcount(i & j)``.
+    """Return the Hadamard matrix ``[size, size]`` of +1 and -1: ``H[i, j] = (-1) ** popcount(i & j)``.
 
     Raises:
         ValueError: ``size`` is not a power of two.
@@ -44,7 +44,7 @@ def hadamard_rotation(activation: Tensor) -> Tensor:
     and its own inverse, so ``query @ key`` is unchanged up to rounding.
 
     Args:
-        activation: ``[..., size]`` in any floating dtype; ``size`` must be a power of two.
+        activation: tensor ``[..., size]`` in any floating dtype; ``size`` must be a power of two.
 
     Returns:
         Tensor of the same shape and dtype.
@@ -60,7 +60,7 @@ def hadamard_rotation(activation: Tensor) -> Tensor:
 
 
 def rotate_anywhere(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``rotate_activation`` to use a matmul unless the CUDA package supports the input."""
+    """Decorate ``rotate_activation`` to use a matmul if the CUDA package does not support the input."""
     dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def rotate_activation(x: Tensor) -> Any:

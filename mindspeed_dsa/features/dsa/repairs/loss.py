@@ -1,4 +1,4 @@
-"""Repairs of the indexer loss in Megatron's code: when it is computed, its scale, its share, its log.
+"""Repairs of the indexer loss in Megatron: unneeded computation, gradient scale, gradient share, log.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -33,7 +33,7 @@ class _Gate:
 
 
 def skip_unwanted_loss(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAttention.forward`` to take its evaluation path if the indexer loss is not needed."""
+    """Decorate ``DSAttention.forward`` to skip the indexer loss (as in evaluation) if it is not needed."""
     gate = context.state(_Gate)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,9 +57,9 @@ def skip_unwanted_loss(original: Callable[..., Any], context: Context[None]) -> 
 
 
 def score_without_graph(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores`` to build no graph inside attention without loss.
+    """Decorate ``DSAIndexer.forward_with_scores`` to build no graph if the attention has no loss.
 
-    Outside attention, callers of the scores may need their gradient.
+    Calls from outside of attention still build a graph, because they may need the gradient.
     """
     gate = context.state(_Gate)
 
@@ -87,7 +87,7 @@ def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
-    """Return the factor of the gradient of one microbatch's indexer loss, a scalar tensor.
+    """Return the gradient scale of one microbatch's indexer loss, a scalar tensor.
 
     The factor is ``cp_size / num_microbatches``, times the fp16 loss scale. With
     ``calculate_per_token_loss`` it is the loss scale only, because Megatron later divides complete gradients
@@ -102,7 +102,7 @@ def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device:
 
 
 def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the function that every schedule runs once per microbatch before its backward."""
+    """Decorate the function that schedules call before each microbatch's backward: set the scale."""
     ours = indexer_loss(context.megatron)
     ours.sums_over_tokens = False  # reset the value of an earlier session
     signature = inspect.signature(original)
@@ -124,9 +124,10 @@ def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None])
 
 
 def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexerLossAutoScaler.backward`` to multiply means by tokens where sums are expected.
+    """Decorate ``DSAIndexerLossAutoScaler.backward`` to multiply by tokens if gradients must be sums.
 
-    Applies to losses that Megatron's own ``DSAttention.forward`` attaches: means over its output's tokens.
+    Only for losses that Megatron's own ``DSAttention.forward`` attaches, which are means over the output's
+    tokens.
     """
     ours = indexer_loss(context.megatron)
 
@@ -152,7 +153,7 @@ _OURS = "mindspeed"
 
 
 def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``FusedDSAIndexerLoss.backward`` to divide the loss gradient by the number of ranks."""
+    """Decorate ``FusedDSAIndexerLoss.backward`` to divide the loss gradient by the context parallel size."""
 
     def backward(ctx: Any, grad_topk_indices: Any, grad_loss: Tensor) -> Any:
         if not ctx.calculate_per_token_loss:
@@ -163,7 +164,7 @@ def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of ``dsa_kernels`` that returns the loss or None last, to divide its gradient."""
+    """Decorate functions of ``dsa_kernels`` that return a loss last: divide the loss's gradient likewise."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -180,7 +181,7 @@ def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Share(Function):
-    """Identity that divides the gradient by the number of ranks in backward."""
+    """Identity whose backward divides the gradient by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
@@ -203,7 +204,7 @@ def _ranks(groups: Any) -> int:
 
 
 def _method_of_tracker(name: str) -> Callable[[Context[None]], Callable[..., None]]:
-    """Return a factory of the replacement for a static method of ``DSAIndexerLossLoggingHelper``."""
+    """Return a factory for a static method of ``DSAIndexerLossLoggingHelper``, replaced by ours."""
 
     def make(context: Context[None]) -> Callable[..., None]:
         dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
@@ -224,7 +225,7 @@ track_metrics = _method_of_tracker("track_indexer_metrics")
 
 
 def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__`` to number its attention after the decoder's layers."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to number its attention after the decoder layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)

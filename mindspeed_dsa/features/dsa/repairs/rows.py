@@ -1,6 +1,6 @@
-"""Patches of the repairs of Megatron's own DSA, with the releases that need them.
+"""List of the repairs of Megatron's DSA: their patches, and the releases that need them.
 
-Wrappers of one target nest in the order of this file: specs, inputs, losses, recomputation, gradients.
+Wrappers of the same function nest in the order of this file: specs, inputs, losses, recomputation, gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _KERNELS = f"{DSA.rpartition('.')[0]}.dsa_kernels"
 
 @dataclass(frozen=True)
 class Repair:
-    """Repair of one fault in Megatron's DSA.
+    """Repair of one bug in Megatron's DSA.
 
     Attributes:
         name: name for ``--no-dsa-repairs``.
-        fault: error in Megatron.
-        symptom: effect of the fault on a job.
-        patches: patches, whose ``versions`` exclude releases without the fault.
+        fault: description of the bug.
+        symptom: effect of the bug on a job.
+        patches: patches; their ``versions`` exclude releases without the bug.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Repairs of module specs for DSA models: spec selection, MTP layers, and local modules.
+"""Repairs of module specs for DSA models: choice of the spec, MTP layers, and local modules.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -40,10 +40,10 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
 
 
 def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the layer specs that MTP uses to return DSA layers for DSA models.
+    """Decorate the function that returns MTP's layer specs, to return DSA layers in DSA models.
 
-    MLA passes a DSA core attention more inputs than other core attentions accept. From 0.19 on the original
-    function refuses DSA, and another one has the specs of all layers.
+    MLA passes more inputs to a DSA core attention than other core attentions accept. From 0.19 on, the
+    original function rejects DSA, so the wrapper calls the function that returns all layers' specs.
     """
 
     def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -
 
 
 def full_copy_linear(context: Context[Options]) -> type:
-    """Return the class to replace ``Linear`` in MLA's module."""
+    """Return the class that replaces ``Linear`` in MLA's module: a replicated linear layer."""
     return duplicated_linear(context.megatron)
 
 
@@ -89,25 +89,25 @@ def provide_local_modules(original: Callable[..., Any], context: Context[Options
 
 @cache
 def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
-    """Build a subclass of a Megatron's ``LocalSpecProvider``.
+    """Build our subclass of a Megatron's ``LocalSpecProvider``.
 
     Args:
-        megatron: Megatron to build it for.
-        groups_experts: whether Megatron's provider has experts for ``--moe-grouped-gemm`` without the
-            grouped_gemm package.
+        megatron: accessor of the Megatron modules.
+        groups_experts: whether Megatron's provider supports ``--moe-grouped-gemm`` without the grouped_gemm
+            package.
     """
     base: Any = megatron("core.models.backends").LocalSpecProvider
     torch_norm: Any = megatron("core.transformer.torch_norm").WrappedTorchNorm
 
     class LocalDSASpecProvider(base):
-        """Megatron's local spec provider, with the additional modules that DSA specs need."""
+        """Megatron's local spec provider, extended by the modules that DSA specs need."""
 
         def linear(self) -> type:
-            """Return the linear layer replicated on tensor parallel ranks (down projections, indexer)."""
+            """Return the class of linear layers that are replicated over tensor parallel ranks."""
             return duplicated_linear(megatron)
 
         def fuse_layernorm_and_linear(self) -> bool:
-            """Return True, so that parameters have the same names as with Transformer Engine."""
+            """Return True, which gives parameters the same names as with Transformer Engine."""
             return True
 
         def column_parallel_layer_norm_linear(self) -> type:
@@ -115,11 +115,11 @@ def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
             return layer_norm_column_parallel_linear(megatron)
 
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> Any:
-            """Return Megatron's choice, without its side effect on the default norm of the module."""
+            """Return Megatron's norm class, without the side effect on its module's default norm."""
             return torch_norm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
-            """Return sequential experts, with the same results, if grouped GEMM kernels are not installed."""
+            """Return sequential experts if grouped GEMM kernels are not installed; results are the same."""
             if moe_use_grouped_gemm and not groups_experts and find_spec("grouped_gemm") is None:
                 warnings.warn(
                     "dsa-repairs: --moe-grouped-gemm needs the grouped_gemm package, which is not "

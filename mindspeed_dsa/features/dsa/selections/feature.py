@@ -1,4 +1,4 @@
-"""Features for selections of keys: sharing between layers on every release, recording, and replay."""
+"""Features for selections (the keys chosen by indexers): sharing between layers, recording and replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALL = ">=0.12.1,<0.21"
 
 
 def check_sharing(args: Any, options: Parts) -> Iterator[str]:
-    """Yield problems of pipeline chunks with sharing. ``dsa-model`` checks the layers themselves."""
+    """Yield problems of sharing across pipeline chunks. The feature ``dsa-model`` checks the layers."""
     yield from check_chunks(args)
 
 
@@ -138,12 +138,12 @@ REFUSE, SELECT = "refuse", "select"
 
 
 class NoNumbers(argparse.ArgumentTypeError, ValueError):
-    """Text that is not a list of numbers. argparse prints the message."""
+    """Error for text that is not a list of numbers; argparse prints the message."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Set of numbers in ranges, written as in ``1-10,20,100-:50``.
+    """Set of numbers given as ranges, for example ``1-10,20,100-:50``.
 
     Attributes:
         ranges: tuples of first number, last number (None: unbounded) and step.
@@ -156,7 +156,7 @@ class Numbers:
         """Parse a flag's value.
 
         Raises:
-            NoNumbers: the text is not a list of numbers and ranges.
+            NoNumbers: the text is not a list of numbers or ranges.
         """
         ranges = []
         for part in text.split(","):
@@ -180,17 +180,18 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Options:
-    """Requested options.
+    """Options of recording and replay.
 
     Attributes:
         record: folder to record into; None: no recording.
         steps: steps to record; None: all.
         layers: layers to record; None: all.
-        rows: positions in the sequence to record; None: all.
-        mass: whether to record each key's attention probability.
-        replay: folder of selections to replay; None: they are passed with each batch, or there is no replay.
-        with_batch: whether selections are passed with each batch.
-        missing: action for a row without selection, :data:`REFUSE` or :data:`SELECT`.
+        rows: token positions in the sequence to record; None: all.
+        mass: whether to record the attention probability of each key.
+        replay: folder of the recording to replay; None: selections are passed with each batch, or nothing is
+            replayed.
+        with_batch: whether the job passes selections with each batch.
+        missing: action for a token without a selection, :data:`REFUSE` or :data:`SELECT`.
     """
 
     record: Path | None = None
@@ -207,7 +208,7 @@ class Options:
         """Build from resolved settings.
 
         Raises:
-            SettingsError: a flag is set that requires another one.
+            SettingsError: a flag is set without another flag that it requires.
         """
         record, replay = settings.dsa_record_selections, settings.dsa_replay_selections
         parts = ("steps", "layers", "rows", "mass")
@@ -232,12 +233,12 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether one of the flags is set, even if it requires another one (refused later)."""
+    """Return whether any of the flags is set. Flags without the flag that they require are an error."""
     return any(getattr(settings, flag.dest) not in (None, False) for flag in _FLAGS)
 
 
 def header_of(args: Any) -> Header:
-    """Return the recording header of a model.
+    """Return the header of a recording for a model.
 
     Args:
         args: arguments of the job, or the model's configuration.

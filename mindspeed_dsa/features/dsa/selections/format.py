@@ -1,19 +1,19 @@
-"""File format of recorded selections: the keys that each row of each layer attended to, one file per rank.
+"""File format of recorded selections: the keys selected for each query token and layer, one file per rank.
 
-A file ``rank00003.selections`` starts with eight magic bytes and a JSON header. Records follow, each with its
-length and a checksum in front.
+A file, such as ``rank00003.selections``, starts with eight magic bytes and a JSON header. Records follow,
+each preceded by its length and a checksum.
 
 * A record belongs to one sequence of one step, in one layer. The step counts from 1, the sequence from 0 in
   the step's global batch, the layer from 1 with multi-token prediction layers after the decoder's.
-* Its rows are runs of contiguous positions: start of their document, position of the first row, number of
-  rows. Positions count from the first token of the sequence or pack.
-* Its keys are relative to the document's start; see :mod:`.rows`. The lower 16 bits of each row's token
-  follow if the rank knows them, to detect other data. Attention probabilities of the keys can follow, in the
-  order of ascending keys, averaged over heads, as fp16.
+* The record's query tokens (rows) are listed as runs of contiguous positions: start of the document, position
+  of the first token, number of tokens. Positions count from the first token of the sequence or pack.
+* Key positions are relative to the document's start; see :mod:`.rows`. The lower 16 bits of each token id
+  follow if the rank knows them, to detect replay with other data. Attention probabilities of the keys,
+  averaged over heads, can follow as fp16, in the order of ascending keys.
 
-A killed rank leaves at most half a record at the end, which readers skip and the next writer truncates. A
-resumed job truncates the records that it will write again, of all earlier ranks (:func:`cut_off`). If several
-files or records have the same row, the last one counts.
+A killed rank leaves at most one incomplete record at the end, which readers skip and the next writer
+truncates. A resumed job truncates the records that it will write again, in the files of all ranks of the
+earlier job (:func:`cut_off`). If several records contain the same query token, the last one counts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _TOKEN = 0xFFFF
 
 
 class Run(NamedTuple):
-    """Contiguous rows of a sequence.
+    """Contiguous query tokens of a sequence.
 
     Attributes:
-        document: position of the first token of their document.
-        first: position of the first row, in the sequence.
-        rows: number of rows.
+        document: position of the first token of the document.
+        first: position of the run's first token, in the sequence.
+        rows: number of tokens.
     """
 
     document: int
@@ -59,12 +59,13 @@ class Run(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Place of a selection in a run.
+    """Identifier of a record: step, sequence and layer.
 
     Attributes:
         step: number of the step, from 1.
         sequence: index in the step's global batch, from 0.
-        layer: number of the layer, from 1; multi-token prediction layers follow the decoder's.
+        layer: number of the layer, from 1; multi-token prediction layers are numbered after the decoder
+            layers.
     """
 
     step: int
@@ -74,13 +75,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Model of a recording.
+    """Model sizes that a recording belongs to.
 
     Attributes:
-        topk: largest number of keys per row.
+        topk: largest number of keys per query token.
         layers: number of decoder layers.
         mtp_layers: number of multi-token prediction layers.
-        computing: numbers of the layers that select keys, ascending; the layer order of arrays.
+        computing: numbers of the layers that select keys, ascending. Arrays have the layers in this order.
     """
 
     topk: int
@@ -89,7 +90,7 @@ class Header:
     computing: tuple[int, ...]
 
     def problems(self, other: Header) -> Iterator[str]:
-        """Yield differences between the recording's model and another one."""
+        """Yield differences between this header and another one."""
         for name in ("topk", "layers", "mtp_layers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -98,13 +99,13 @@ class Header:
             yield f"layers {list(self.computing)} select keys in it, and {list(other.computing)} in the model"
 
     def to_bytes(self) -> bytes:
-        """Return the first bytes of a file: magic and header."""
+        """Encode the start of a file: magic bytes and header."""
         text = json.dumps(asdict(self)).encode()
         return _MAGIC + _framed(text)
 
 
 def positions_of(runs: Sequence[Run]) -> tuple[Ints, Ints]:
-    """Return each row's position in its sequence and the start of its document, ``[rows]`` int32 each."""
+    """Return each token's position in the sequence, and the start of its document, ``[rows]`` int32 each."""
     documents, firsts, counts = np.array(runs, np.int32).reshape(-1, 3).T
     # Offset of each row within its run: counts 2, 3 -> 0 1 0 1 2.
     within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -115,7 +116,7 @@ def positions_of(runs: Sequence[Run]) -> tuple[Ints, Ints]:
 
 
 class Writer:
-    """Writer that appends records to one rank's file.
+    """Writer of one rank's file; it appends records.
 
     Args:
         folder: folder of the recording, created if missing.
@@ -124,7 +125,7 @@ class Writer:
 
     Raises:
         OSError: the folder cannot be written.
-        RunError: the rank's file there is of another model.
+        RunError: the existing file of the rank belongs to another model.
     """
 
     def __init__(self, folder: Path, rank: int, header: Header) -> None:
@@ -155,16 +156,16 @@ class Writer:
         """Append one record, and return its size in bytes.
 
         Args:
-            key: place of the record.
-            runs: runs of its rows.
-            keys: selected keys ``[rows, width]``, relative to the document's start, -1 for no key. Ascending
-                with -1 at the tail if there is a mass.
+            key: key of the record.
+            runs: runs of the record's query tokens.
+            keys: selected keys ``[rows, width]``, relative to the document's start, -1 for no key. If
+                ``mass`` is given, they must be ascending with -1 at the tail.
             mass: attention probability of each key, ``[rows, width]``.
-            tokens: token of each row, ``[rows]``.
+            tokens: token id of each query token, ``[rows]``.
 
         Raises:
-            WrongRows: a row lists an invisible key, or a key twice.
-            OSError: the disk is full or gone. The file then ends with the previous record.
+            WrongRows: a query token has a key that it cannot see, or has a key twice.
+            OSError: writing fails. The file then ends with the previous record.
         """
         positions, documents = positions_of(runs)
         blob = encode(keys, positions - documents + 1)
@@ -190,10 +191,11 @@ class Writer:
 
 
 def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
-    """Truncate records of an earlier job from a step on, which this job will write again in any layout.
+    """Truncate records of an earlier job from ``first_step`` on, because this job will write them again.
 
-    Every rank calls it before it writes. It truncates its own file. If the earlier job had more ranks, it
-    also truncates the files of ranks that equal its own modulo the number of ranks.
+    Every rank calls this before it writes, and truncates its own file. If the earlier job had more ranks,
+    their files are distributed: rank ``r`` also truncates the files of ranks ``r + ranks``, ``r + 2 * ranks``
+    and so on.
 
     Args:
         folder: folder of the recording, which may be missing.
@@ -214,7 +216,7 @@ def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
 
 
 def free_rank(folder: Path) -> int:
-    """Return the number after the highest rank that has a file."""
+    """Return the smallest number above all ranks that have a file."""
     ranks = (_rank_of(path) for path in folder.glob(f"*{SUFFIX}"))
     return max((rank for rank in ranks if rank is not None), default=-1) + 1
 
@@ -228,7 +230,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _unframed(data: bytes) -> bytes:
-    """Return the body of a frame made by :func:`_framed`. Raises ValueError for other bytes."""
+    """Return the content of a frame made by :func:`_framed`. Raises ValueError for invalid bytes."""
     length, checksum = _PREFIX.unpack_from(data)
     body = data[_PREFIX.size :]
     if len(body) != length or zlib.crc32(body) != checksum:
@@ -240,7 +242,7 @@ def _unframed(data: bytes) -> bytes:
 
 
 class _Entry(NamedTuple):
-    """Record in a file: its place in the run, and its byte range."""
+    """Record in a file: its key and its byte range."""
 
     key: Key
     runs: tuple[Run, ...]
@@ -256,7 +258,7 @@ class _Scanned(NamedTuple):
 
 
 def _scan(path: Path) -> _Scanned:
-    """List the records of a file without reading their contents."""
+    """List the complete records of a file without reading their contents."""
     entries = []
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -278,14 +280,15 @@ def _scan(path: Path) -> _Scanned:
 
 @dataclass(frozen=True)
 class Rows:
-    """Recorded rows of one sequence in one layer.
+    """Recorded query tokens of one sequence in one layer.
 
     Attributes:
-        positions: position of each row in the sequence, ``[rows]``.
-        documents: start of each row's document, ``[rows]``.
-        keys: selected keys ``[rows, topk]`` int32, relative to the document, ascending, -1 at the tail.
+        positions: position of each query token in the sequence, ``[rows]``.
+        documents: start of each query token's document, ``[rows]``.
+        keys: selected keys ``[rows, topk]`` int32, relative to the document's start, ascending, -1 at the
+            tail.
         mass: attention probability of each key ``[rows, topk]`` fp32; None if not recorded.
-        tokens: lower 16 bits of each row's token, ``[rows]``; None if the rank did not know them.
+        tokens: lower 16 bits of each token id, ``[rows]``; None if the rank did not know them.
     """
 
     positions: Ints
@@ -297,12 +300,12 @@ class Rows:
 
 @dataclass
 class Recording:
-    """Folder of recorded selections.
+    """Recorded selections in a folder.
 
     Attributes:
         folder: path of the folder.
         header: header of the model.
-        problems: messages about files or parts of files that could not be read.
+        problems: messages about files, or parts of files, that could not be read.
     """
 
     folder: Path
@@ -312,10 +315,10 @@ class Recording:
 
     @classmethod
     def open(cls, folder: Path) -> Recording:
-        """Open a folder, and index its records.
+        """Open the recording in a folder, and index its records.
 
         Raises:
-            RunError: the folder has no recording, or recordings of several models.
+            RunError: the folder has no recording, or files of several models.
         """
         files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         if not files:
@@ -348,15 +351,15 @@ class Recording:
         return recording
 
     def places(self) -> list[Key]:
-        """Return the places of all records, sorted."""
+        """Return the keys of all records, sorted."""
         return sorted(self._index)
 
     def count(self, key: Key) -> int:
-        """Return the number of rows recorded at a place. Rows recorded twice count twice."""
+        """Return the number of query tokens recorded under a key. Tokens recorded twice count twice."""
         return sum(run.rows for _, entry in self._index.get(key, ()) for run in entry.runs)
 
     def rows(self, key: Key) -> Rows | None:
-        """Return the rows recorded at a place, or None.
+        """Return the query tokens recorded under a key, or None.
 
         Raises:
             RunError: a record is damaged.
@@ -401,12 +404,12 @@ class Recording:
         return Rows(positions, documents, keys, mass, tokens)
 
     def array(self, step: int, sequence: int) -> Ints:
-        """Return the selections of one sequence, in the format of inference engines.
+        """Return the selections of one sequence, in the array format of inference engines.
 
         Returns:
             Selected keys ``[tokens, computing layers, topk]`` int32, relative to the token's document,
-            ascending, -1 at the tail and in rows without a record. ``tokens`` ends with the last recorded
-            one.
+            ascending, -1 at the tail. Tokens without a record have only -1. The last token is the last
+            recorded one.
 
         Raises:
             RunError: the sequence has no record, or a record is damaged.
@@ -425,7 +428,7 @@ class Recording:
 
 
 def header_in(folder: Path) -> Header | None:
-    """Return the model of the selections in a folder; None if no file is readable."""
+    """Return the header of the recording in a folder; None if no file is readable."""
     headers = map(header_of_file, sorted(folder.glob(f"*{SUFFIX}")))
     return next((header for header in headers if header is not None), None)
 

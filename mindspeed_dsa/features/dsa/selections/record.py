@@ -1,4 +1,4 @@
-"""Follow a job's steps to record selections, and to set the selections that microbatches replay.
+"""Recording of selections step by step, and choice of the selections that each microbatch replays.
 
 Selections are copied to the host and written by a background thread.
 """
@@ -50,7 +50,7 @@ EXIT_STATUS = 74
 
 
 def exit_status() -> int | None:
-    """Return the exit status of a process with an incomplete recording; None: keep the job's own status."""
+    """Return the exit status for an incomplete recording; None: keep the job's own status."""
     # torchrun with restarts left would restart all ranks after another status than 0, even when the job is
     # already done, and train again.
     most, done = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
@@ -59,7 +59,7 @@ def exit_status() -> int | None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Selection of one layer, queued for writing."""
+    """Selection of one layer and microbatch, queued for writing."""
 
     key: Key
     batch: int
@@ -72,22 +72,22 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of its tensors, in bytes."""
+        """Host memory of the tensors, in bytes."""
         kept = (*self.chosen.topk_indices, self.mass, self.tokens)
         return sum(0 if tensor is None else tensor.nbytes for tensor in kept)
 
 
 class Recorder:
-    """Recorder of one rank.
+    """Recorder of one rank, with a background thread that writes.
 
     Args:
         options: options of the feature.
         header: header of the model.
-        rank: rank of the process, which names its file.
+        rank: rank of the process; it is part of the file name.
         log: log of the feature.
 
     Attributes:
-        failed: error message after which recording stopped; empty while it works.
+        failed: message of the error that stopped the recording; empty while it works.
         records: number of records written.
         nbytes: bytes of the records written.
     """
@@ -104,7 +104,7 @@ class Recorder:
         self.failed, self.records, self.nbytes = "", 0, 0
 
     def begin(self, ranks: int, step: int) -> None:
-        """Truncate records of an earlier job in the folder from this job's first step on.
+        """Truncate an earlier job's records in the folder, from this job's first step on.
 
         Args:
             ranks: number of ranks of the job. All ranks must call this.
@@ -117,11 +117,11 @@ class Recorder:
             atexit.register(self.finish)
 
     def take(self, key: Key, rows: LayerRows, chosen: Chosen, mass: Tensor | None = None) -> None:
-        """Queue the selection of a layer's rows.
+        """Queue the selection of a layer for writing.
 
         Args:
-            key: place of the microbatch's first sequence.
-            rows: rows of the layer.
+            key: key of the microbatch's first sequence.
+            rows: description of the layer's query tokens on this rank.
             chosen: selected keys; see :meth:`.SelectionSource.took`.
             mass: attention probability of each key ``[batch, rows, topk]`` fp32, or None.
         """
@@ -160,7 +160,7 @@ class Recorder:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
 
     def finish(self) -> None:
-        """Write queued selections, and end the process with :func:`exit_status` if some are missing."""
+        """Write queued selections. If some are missing, end the process with :func:`exit_status`."""
         self.close()
         if self.failed and exit_status() is not None:
             # Exit handlers registered after this one have run. os._exit skips the earlier ones: flush
@@ -234,7 +234,7 @@ class Recorder:
     def _rows(
         self, piece: _Piece, sequence: int
     ) -> tuple[list[Run], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Return a sequence's runs to record, their row indices on this rank, and document keys."""
+        """Return a sequence's runs to record, the indices of their tokens on this rank, and their keys."""
         width, selection = piece.width, piece.chosen
         runs, rows = [], [np.zeros(0, np.int64)]
         parts = [np.zeros((0, width), np.int32)]
@@ -262,7 +262,7 @@ class Recorder:
         return runs, np.concatenate(rows), np.concatenate(parts)
 
     def _wanted(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the runs of positions in ``[first, end)`` that are to be recorded."""
+        """Return the runs of positions in ``[first, end)`` that the options select for recording."""
         if self._options.rows is None:
             return [(first, end)]
         wanted = np.array([position in self._options.rows for position in range(first, end)], np.int8)
@@ -274,7 +274,7 @@ class Recorder:
 
 
 class _ToDisk(SelectionSource):
-    """Observer of one microbatch's selections; ``recorder`` is None if another rank has the same ones."""
+    """Sink for one microbatch's selections. ``recorder`` is None if another rank records the same ones."""
 
     def __init__(self, recorder: Recorder | None, wants_mass: bool, step: int, place: int) -> None:
         self._recorder, self._wants_mass = recorder, wants_mass
@@ -291,14 +291,14 @@ class _ToDisk(SelectionSource):
 
 
 class Steps(pipeline_steps.Follower):
-    """Steps of a session whose microbatches replay or record selections.
+    """Follower of the schedule that sets the source and sink of selections for each microbatch.
 
     Args:
         context: context of the session.
 
     Attributes:
-        recorder: recorder of this rank; None before the first step, and if another rank has the same
-            selections.
+        recorder: recorder of this rank; None before the first step, and on ranks whose selections another
+            rank records.
         step: number of the latest step, from 1.
     """
 
@@ -315,7 +315,7 @@ class Steps(pipeline_steps.Follower):
         """Set the model's configuration, and open the recording to replay.
 
         Raises:
-            MindSpeedDSAError: the recording is of another model.
+            MindSpeedDSAError: the recording belongs to another model.
         """
         self._header = header_of(config)
         if self._options.replay is not None and self._recording is None:
@@ -329,11 +329,11 @@ class Steps(pipeline_steps.Follower):
                 self._log.warning(f"{self._options.replay}: {problem}")
 
     def add_layers(self, layers: Iterable[int]) -> None:
-        """Note layer numbers of this rank. Layers that select keys must ask for replayed selections."""
+        """Register layer numbers of this rank, to check at the end of a step that they used selections."""
         self._selects |= not set(layers).isdisjoint(self._model().computing)
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule and follow it. Evaluation only replays selections that come with the batch."""
+        """Run a schedule and follow it. Evaluation replays only selections that are passed with the batch."""
         self._asked, self._evaluates = False, bool(step.get("forward_only", False))
         before = current().microbatch
         try:
@@ -352,10 +352,10 @@ class Steps(pipeline_steps.Follower):
             current().microbatch = before
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Raise if no layer has asked for or brought a selection in the step.
+        """Check that layers have used selections in the step.
 
         Raises:
-            SelectionError: attention runs in code that does not use selections.
+            SelectionError: no layer of this rank read or reported a selection; its attention is not ours.
         """
         replays = self._options.replay is not None or self._options.with_batch
         if (replays or self._records()) and self._selects and not self._asked:
@@ -372,7 +372,7 @@ class Steps(pipeline_steps.Follower):
             )
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step, and start recording with the first one."""
+        """Count the step; start recording in the first one."""
         self.step = self._step_of_job() or self.step + 1
         if self._options.record is not None and not self._has_begun:
             self._has_begun = True
@@ -384,13 +384,13 @@ class Steps(pipeline_steps.Follower):
         return True
 
     def _step_of_job(self) -> int | None:
-        """Return the number of Megatron-LM's step, from 1; None in a job with its own training loop."""
+        """Return Megatron-LM's step number, from 1; None in a job with its own training loop."""
         variables = sys.modules.get(f"{self.megatron.root}.training.global_vars")
         iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
         return None if iteration is None else int(iteration) + 1
 
     def before(self, events: Sequence[Event]) -> None:
-        """Set the forward's microbatch as the current one."""
+        """Set the current microbatch at the start of its forward."""
         for event in events:
             if event.kind is Kind.FORWARD:
                 current().microbatch = self._microbatch(event.microbatch)
@@ -426,10 +426,10 @@ class Steps(pipeline_steps.Follower):
 
 
 def start_at(context: Context[Options], step: int) -> None:
-    """Set the next step number, for a job with its own training loop that resumes from a checkpoint.
+    """Set the next step number, in a job with its own training loop that resumes from a checkpoint.
 
     Args:
-        context: context of the session, ``session.contexts["dsa-recorded-selections"]``.
+        context: session's context of the feature, ``session.contexts["dsa-recorded-selections"]``.
         step: number of the next step, from 1.
     """
     steps_of(context).step = step - 1
@@ -453,7 +453,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan`` to note the microbatch's tokens."""
+    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan`` to store the token ids."""
 
     def forward(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         microbatch = current().microbatch
@@ -468,5 +468,5 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Step
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step`` to follow pairs of forward and backward."""
+    """Decorate ``combined_forward_backward_step`` to report its events to :class:`Steps`."""
     return pipeline_steps.follow_pairs(original, steps_of(context))

@@ -1,8 +1,8 @@
-"""Replay selections, from a recording or passed with a batch.
+"""Replay of selections, from a recording or from arrays that the job passes with each batch.
 
-An inference engine records a request with one row per token that it has read, so none for the last generated
-token. A training step packs several requests. Each one is padded to the multiple that the layout requires,
-and the pack can have padding at its end.
+An inference engine records a request with one row of keys per token that it has processed, hence none for the
+last generated token. A training step packs several requests. Each request is padded to the multiple that the
+layout requires, and the pack can have padding at its end.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from mindspeed_dsa.runs.files import RunError
 
 
 class SelectionError(MindSpeedDSAError):
-    """Selection that cannot be replayed. The message names the row and a remedy."""
+    """Error for a selection that cannot be replayed. The message names the token and a fix."""
 
 
 # -- sources -------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
-    """Keys that a source has for some rows.
+    """Keys that a source has for some query tokens.
 
     Attributes:
-        keys: selected keys ``[rows, width]``, relative to the start of the row's document, unordered,
-            negative for no key.
-        has: whether the source has keys for the row, ``[rows]``.
-        documents: start of each row's document when it was recorded, ``[rows]``; None: as in the batch.
+        keys: selected keys ``[rows, width]``, relative to the document's start, unordered, negative for no
+            key.
+        has: mask of the query tokens for which the source has keys, ``[rows]``.
+        documents: start of each token's document in the recording, ``[rows]``; None: as in the batch.
     """
 
     keys: npt.NDArray[Any]
@@ -51,36 +51,37 @@ class Found(NamedTuple):
 
     @classmethod
     def nothing(cls, rows: int) -> Found:
-        """Return the result of a source without keys for any row."""
+        """Return the result of a source that has no keys for ``rows`` query tokens."""
         return cls(np.full((rows, 0), -1, np.int32), np.zeros(rows, np.bool_))
 
 
 class _Replay(SelectionSource, ABC):
-    """Source of selections that checks them row by row. ``missing``: :data:`REFUSE` or :data:`SELECT`."""
+    """Base of sources that check each selection. ``missing``: :data:`REFUSE` or :data:`SELECT`."""
 
     def __init__(self, missing: str) -> None:
         self._missing = missing
 
     @abstractmethod
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Return the keys for a sequence of the microbatch.
+        """Return the keys that the source has for a sequence of the microbatch.
 
         Args:
-            rows: rows of the layer.
+            rows: description of the layer's query tokens on this rank.
             sequence: index of the sequence in the microbatch.
-            positions: position of each row in the sequence.
-            at: index of each row on this rank.
+            positions: position of each query token in the sequence.
+            at: index of each query token on this rank.
         """
 
     @abstractmethod
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Return a name for a sequence and layer, for messages."""
+        """Return the name of a sequence and layer, for messages."""
 
     def choose(self, rows: LayerRows) -> Chosen:
-        """Return the keys of a layer's rows, on the host, ascending.
+        """Return the keys of a layer's query tokens, on the host, ascending.
 
         Raises:
-            SelectionError: keys are of other documents or invalid, or missing without ``select``.
+            SelectionError: keys are invalid or of other documents, or are missing although ``missing`` is
+                :data:`REFUSE`.
         """
         self.asked = True
         # [runs, 4]: first row, end row, first key, end of the keys. Padding runs are left out.
@@ -112,7 +113,7 @@ class _Replay(SelectionSource, ABC):
         return Chosen((torch.from_numpy(out),), missing=torch.from_numpy(missing) if missing.any() else None)
 
     def _checked(self, found: Found, rows: LayerRows, sequence: int, positions: Ints, low: Ints) -> Ints:
-        """Return keys ascending, -1 at the tail, ``[rows, min(topk, keys)]``; raise for invalid ones."""
+        """Check keys; return them ascending with -1 at the tail, ``[rows, min(topk, keys)]``."""
         place = f"{self.place(rows, sequence)}: row"
         if found.documents is not None and (foreign := found.has & (found.documents != low)).any():
             row = int(foreign.argmax())
@@ -139,13 +140,13 @@ class _Replay(SelectionSource, ABC):
 
 
 class Recorded(_Replay):
-    """Source with the recorded selections of one microbatch.
+    """Source that reads one microbatch's selections from a recording.
 
     Args:
         recording: recording to replay.
         step: number of the step.
         place: index of the microbatch in the step's global batch.
-        missing: action for a row without keys; see :class:`_Replay`.
+        missing: action for query tokens without keys; see :class:`_Replay`.
     """
 
     def __init__(self, recording: Recording, step: int, place: int, missing: str) -> None:
@@ -157,12 +158,12 @@ class Recorded(_Replay):
         return Key(self._step, self._place * rows.batch + sequence, rows.layer)
 
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Return step, sequence and layer for messages."""
+        """Return the name of step, sequence and layer, for messages."""
         step, number, layer = self._key(rows, sequence)
         return f"{REPLAY} {self._recording.folder}: step {step}, sequence {number}, layer {layer}"
 
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Return recorded keys; see :meth:`_Replay.found`."""
+        """Return keys from the recording; see :meth:`_Replay.found`."""
         try:
             recorded = self._recording.rows(self._key(rows, sequence))
         except RunError as error:
@@ -194,11 +195,11 @@ class Recorded(_Replay):
 
 
 class HandedOver(_Replay):
-    """Source with selections that the job passes with a microbatch.
+    """Source of selections that the job passes with a microbatch.
 
     Args:
         header: header of the model.
-        missing: action for a row without keys; see :class:`_Replay`.
+        missing: action for query tokens without keys; see :class:`_Replay`.
     """
 
     def __init__(self, header: Header, missing: str) -> None:
@@ -228,11 +229,11 @@ class HandedOver(_Replay):
         self._array = array
 
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Return sequence and layer for messages."""
+        """Return the name of sequence and layer, for messages."""
         return f"{REPLAY} batch: sequence {sequence} of the microbatch, layer {rows.layer}"
 
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Return the keys passed by the job; see :meth:`_Replay.found`."""
+        """Return keys passed by the job; see :meth:`_Replay.found`."""
         array = self._array
         if array is None:
             return Found.nothing(len(positions))
@@ -265,26 +266,26 @@ class HandedOver(_Replay):
 
 
 def hand_over(topk_indices: Tensor) -> None:
-    """Set the keys that the layers attend to in this microbatch's forward.
+    """Set the selections for this microbatch's forward.
 
-    Call it in the job's ``forward_step``, on every rank, before the model. Every rank passes the keys of the
-    whole microbatch, for all layers and rows, and takes its own part under context, tensor and pipeline
-    parallelism.
+    Call this in the job's ``forward_step``, on every rank, before the model. Every rank passes the keys of
+    the whole microbatch, for all layers and tokens. Under context, tensor and pipeline parallelism, each rank
+    uses its own part.
 
     Args:
-        topk_indices: selected keys ``[tokens, computing layers, topk]`` of any integer type, on any device,
-            with sequences or packs concatenated. Or ``[batch, tokens, computing layers, topk]``. Layers that
-            share a selection are left out; multi-token prediction layers follow the decoder's. Keys are
-            relative to the document's first token, unordered, -1 for no key.
+        topk_indices: selected keys ``[tokens, computing layers, topk]`` with sequences concatenated, or
+            ``[batch, tokens, computing layers, topk]``, of any integer type, on any device. Only layers that
+            select keys are included; multi-token prediction layers are last. Keys are relative to the
+            document's first token, unordered, -1 for no key.
 
     Raises:
-        SelectionError: wrong shape, not integers, or ``--dsa-replay-selections batch`` is off.
+        SelectionError: the shape or dtype is wrong, or ``--dsa-replay-selections batch`` is not set.
     """
     _waiting().give(topk_indices)
 
 
 def _waiting() -> HandedOver:
-    """Return the current microbatch's source, which expects selections from the job."""
+    """Return the current microbatch's source, to which the job passes selections."""
     microbatch = current().microbatch
     if microbatch is None or not isinstance(microbatch.source, HandedOver):
         raise SelectionError(
@@ -297,12 +298,12 @@ def _waiting() -> HandedOver:
 
 @contextmanager
 def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> Iterator[None]:
-    """Set the keys that models attend to in the block, for jobs without Megatron's schedules.
+    """Context that sets the selections for models called inside, for jobs without Megatron's schedules.
 
     Args:
-        header: header of the model, from :func:`.feature.header_of` and its configuration.
+        header: header of the model, from :func:`.feature.header_of`.
         topk_indices: selected keys; see :func:`hand_over`.
-        missing: action for a row without keys, ``refuse`` or ``select``.
+        missing: action for query tokens without keys, ``refuse`` or ``select``.
     """
     selections, source = current(), HandedOver(header, missing)
     source.give(topk_indices)
@@ -314,7 +315,7 @@ def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> It
 
 
 def hand_over_requests(requests: Sequence[Ints | Tensor], lengths: Sequence[int], cu_seqlens: Tensor) -> None:
-    """Set the keys for a microbatch that is a pack of requests; see :func:`hand_over`.
+    """Set the selections for a microbatch that is a pack of requests; see :func:`hand_over`.
 
     Args:
         requests: selections of each request; see :func:`in_pack` for this argument and the next two.
@@ -322,17 +323,17 @@ def hand_over_requests(requests: Sequence[Ints | Tensor], lengths: Sequence[int]
         cu_seqlens: start of each request in the pack.
 
     Raises:
-        SelectionError: arguments do not fit together, or ``--dsa-replay-selections batch`` is off.
+        SelectionError: the arguments do not fit together, or ``--dsa-replay-selections batch`` is not set.
     """
     hand_over(in_pack(requests, lengths, cu_seqlens, _waiting().header))
 
 
 def decode(encoded: str | bytes, tokens: int, layers: int) -> Ints:
-    """Decode the selection of a request that SGLang has returned in ``meta_info["indexer_topk"]``.
+    """Decode a request's selections, as returned by SGLang in ``meta_info["indexer_topk"]``.
 
     Args:
-        encoded: int32 numbers in base64.
-        tokens: number of tokens of the request, prompt and response. All but the last have a row.
+        encoded: base64 of int32 numbers.
+        tokens: number of tokens of the request, prompt and response. All tokens but the last have selections.
         layers: value of ``meta_info["indexer_topk_num_layers"]``.
 
     Returns:
@@ -354,16 +355,16 @@ def decode(encoded: str | bytes, tokens: int, layers: int) -> Ints:
 def in_pack(
     requests: Sequence[Ints | Tensor], lengths: Sequence[int], cu_seqlens: Tensor, header: Header
 ) -> Tensor:
-    """Return the selections of a pack of requests, in the format of :func:`hand_over`.
+    """Convert the selections of several requests to the array for a pack, as in :func:`hand_over`.
 
-    Last tokens and padding are never recorded. Their rows list the most recent keys, which does no harm: no
-    other token sees their outputs, and they predict no token. Other rows without a record, such as a tool's
-    answer at the end, stay without keys.
+    The last token of a request and padding are never recorded. They get the most recent keys, which has no
+    effect: no other token attends to them, and they have no loss. Other tokens without a record, such as a
+    tool's answer at the end, get no keys.
 
     Args:
-        requests: selection of each request, ``[rows, layers, topk]``. Rows are its first tokens, usually
-            ``length - 1``. Keys are relative to its first token, -1 for no key. Layers are the computing
-            layers, or all decoder layers, from which sharing ones are dropped.
+        requests: selections of each request, ``[rows, layers, topk]``, for its first tokens, usually ``length
+            - 1``. Keys are relative to the request's first token, -1 for no key. Layers are the computing
+            layers, or all decoder layers; layers that share a selection are then dropped.
         lengths: number of tokens of each request, without padding.
         cu_seqlens: start of each document in the whole pack with padding, ``[documents + 1]``, before context
             parallel ranks take their tokens (``PackedSeqParams.cu_seqlens_q_padded`` or ``cu_seqlens_q``).
@@ -372,10 +373,11 @@ def in_pack(
 
     Returns:
         Selected keys ``[tokens, computing layers, topk]`` int32 on the CPU. Multi-token prediction layers
-        without a record have no keys.
+        that the requests lack have no keys.
 
     Raises:
-        SelectionError: a request is of another model, too long for its document, or lists keys beyond it.
+        SelectionError: a request has other layers than the model, is too long for its document, or has keys
+            beyond it.
     """
     bounds = cu_seqlens.tolist()
     if not len(requests) == len(lengths) < len(bounds):
@@ -446,9 +448,9 @@ class Handed(NamedTuple):
 
 
 def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
-    """Write selections as an additional file of a recording, and return its path.
+    """Write selections as an additional file of a recording; return the file's path.
 
-    The new file overrides records of the same rows in other files.
+    The new file overrides records of the same tokens in other files.
 
     Args:
         folder: folder of the recording, created if missing.
@@ -456,8 +458,8 @@ def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> P
         handed: selections of each sequence.
 
     Raises:
-        RunError: an array is of another model or not of integers, or a row lists an invisible key or a key
-            twice. The file is removed in this case.
+        RunError: an array does not fit the model or has no integers, or a token has a key twice or a key that
+            it cannot see. The file is then removed.
     """
     writer = Writer(folder, free_rank(folder), header)
     try:

@@ -1,7 +1,7 @@
-"""Encode the selected keys of rows as bytes, compressed with zlib.
+"""Encoding of selected keys as bytes, compressed with zlib.
 
-A row's keys are distinct positions ``0 <= k < visible``. 256 rows at a time form a block, in the shorter of
-two encodings:
+A row is the set of keys of one query token: distinct positions ``0 <= k < visible``. Blocks of 256 rows are
+written in the shorter of two encodings:
 
 * *bits*: bitmask with one bit per key, as wide as the largest ``visible`` in the block, packed by rows.
 * *gaps*: number of keys per row, then the gaps between consecutive ascending keys, minus one. The lowest
@@ -25,7 +25,7 @@ _ROWS = 256
 
 
 class WrongRows(ValueError):
-    """Invalid rows of a selection, or bytes that do not encode rows.
+    """Error for invalid rows, or for bytes that do not encode rows.
 
     Attributes:
         row: index of the first invalid row, from 0; -1 if unknown.
@@ -37,14 +37,14 @@ class WrongRows(ValueError):
 
 
 def ascending(keys: npt.NDArray[Any], visible: Ints) -> Ints:
-    """Return the keys of each row in ascending order, -1 at the tail.
+    """Sort the keys of each row in ascending order, with -1 at the tail.
 
     Args:
         keys: selected keys ``[rows, width]``, any integer type, in any order, negative for no key.
-        visible: number of keys that each row sees, ``[rows]``.
+        visible: number of keys that each query token sees, ``[rows]``.
 
     Raises:
-        WrongRows: a key is not visible, or is listed twice.
+        WrongRows: a key is not visible, or appears twice.
     """
     if keys.dtype == np.uint64:
         keys = np.minimum(keys, np.uint64(np.iinfo(np.int64).max))
@@ -67,7 +67,7 @@ def ascending(keys: npt.NDArray[Any], visible: Ints) -> Ints:
 
 
 def encode(keys: npt.NDArray[Any], visible: Ints) -> bytes:
-    """Encode rows as bytes; arguments and errors as for :func:`ascending`."""
+    """Encode rows as bytes. Arguments and errors are as for :func:`ascending`."""
     parts = []
     for first in range(0, len(keys), _ROWS):
         rows = slice(first, first + _ROWS)
@@ -85,7 +85,7 @@ def encode(keys: npt.NDArray[Any], visible: Ints) -> bytes:
 
 
 def _block(ordered: Ints, visible: Ints) -> tuple[bytes, bytes]:
-    """Return the form of a block and its encoded bytes, before compression."""
+    """Encode a block of rows; return the kind of encoding, and the bytes before compression."""
     listed = ordered >= 0
     widest, counts = int(visible.max(initial=0)), np.count_nonzero(listed, axis=1)
     # Bits take rows * widest / 8 bytes. Gaps count as one byte per key, as most high bytes compress away.
@@ -102,12 +102,12 @@ def _block(ordered: Ints, visible: Ints) -> tuple[bytes, bytes]:
 
 
 def decode(blob: bytes, visible: Ints, width: int) -> Ints:
-    """Decode the rows that :func:`encode` has encoded.
+    """Decode rows encoded by :func:`encode`.
 
     Args:
         blob: encoded bytes.
-        visible: number of keys that each row sees, ``[rows]``, as passed to :func:`encode`.
-        width: width of the result, at least the number of keys of every row.
+        visible: number of keys that each query token sees, ``[rows]``, as passed to :func:`encode`.
+        width: width of the result; at least the largest number of keys in a row.
 
     Returns:
         Keys ``[rows, width]`` int32, ascending, -1 at the tail.

@@ -1,4 +1,4 @@
-"""Layers that share selections, in Megatron's modules: construction, attention and recomputation.
+"""Patches for layers that share selections: construction, attention and recomputation.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -33,7 +33,7 @@ class _Running:
 
 
 def place_in_decoder(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__`` to store layer numbers and remove indexers of sharing layers."""
+    """Decorate ``TransformerLayer.__init__`` to set its role in sharing; sharing layers lose the indexer."""
     running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
 
 
 def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__`` to place the transformer layer that it builds."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to set the role in sharing of its transformer layer."""
     running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Ca
 
 
 def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
-    """Return the place of a decoder layer, with 1-based number ``layer`` of ``layers``."""
+    """Return the role of decoder layer ``layer`` (from 1) of ``layers``, as a :class:`Place`."""
     is_last = layer == layers or sharing.computes(layer + 1)
     return Place(
         name=f"layer {layer}",
@@ -88,7 +88,7 @@ def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
 
 
 def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
-    """Return the place of a multi-token prediction layer, with 1-based number ``layer``."""
+    """Return the role of multi-token prediction layer ``layer`` (from 1), as a :class:`Place`."""
     layers = config.mtp_num_layers
     repeats = bool(getattr(config, "mtp_use_repeated_layer", False)) and sharing.mtp_shares and layers > 1
     source = layer
@@ -107,7 +107,7 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
 
 
 def put(attention: Any, place: Place) -> None:
-    """Store the place of a ``DSAttention``, and remove its indexer if it never selects."""
+    """Store the role of a ``DSAttention``, and remove its indexer if the layer never selects keys."""
     vars(attention)[PLACE] = place
     if not place.computes and attention.indexer is not None:
         # The groups were the indexer's before 0.19; keep them.
@@ -122,7 +122,7 @@ def put(attention: Any, place: Place) -> None:
 
 
 def attend_with_megatron(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward`` of releases without sharing, where fused DSA does not replace it."""
+    """Decorate ``DSAttention.forward`` to share selections with Megatron's own attention before 0.19."""
     running = context.state(_Running)
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,7 +145,7 @@ def attend_with_megatron(original: Callable[..., Tensor], context: Context[Optio
 
 
 def hand_on_indices(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``unfused_dsa_fn``, Megatron's attention to selected keys, to store indices for sharing."""
+    """Decorate ``unfused_dsa_fn``, Megatron's attention to selected keys, to store the selection."""
     running = context.state(_Running)
 
     def unfused_dsa_fn(
@@ -159,7 +159,7 @@ def hand_on_indices(original: Callable[..., Tensor], context: Context[Options]) 
 
 
 def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionBlock.forward``: a repeated layer selects anew in each forward."""
+    """Decorate ``MultiTokenPredictionBlock.forward``: a repeated layer selects again in each forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         current().latest = None
@@ -177,7 +177,7 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
 def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``: a repeated layer selects in its first run only.
 
-    Megatron reads the attribute ``skip_topk``, which is set here before each run.
+    The wrapper sets the attribute ``skip_topk``, which Megatron reads, before each run.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,12 +190,12 @@ def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_holder`` with one that returns :class:`_Indices`."""
+    """Replace ``_get_index_share_topk_holder``: return :class:`_Indices`, not a dict by layer."""
     return _holder(_Indices)
 
 
 def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_length_holder`` with one that returns :class:`_Lengths`."""
+    """Replace ``_get_index_share_topk_length_holder``: return :class:`_Lengths`, not a dict by layer."""
     return _holder(_Lengths)
 
 
@@ -207,7 +207,7 @@ def _holder(kind: Callable[[Place], Any]) -> Callable[..., Any]:
 
 
 def placed(attention: Any) -> Place:
-    """Return the place of a ``DSAttention``.
+    """Return the sharing role of a ``DSAttention``.
 
     Raises:
         RuntimeError: the attention was built outside a ``TransformerLayer``.
@@ -222,7 +222,7 @@ def placed(attention: Any) -> Place:
 
 
 class _OneEntry(MutableMapping[int, Any]):
-    """Dictionary that contains the current selection under every key."""
+    """Mapping that has the current selection under every layer number."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -251,7 +251,7 @@ class _Indices(_OneEntry):
 
 
 class _Lengths(_OneEntry):
-    """Row lengths of the current selection, ``[batch, rows]``. Megatron reads them last."""
+    """Number of keys per query token in the current selection, ``[batch, rows]``. Read last by Megatron."""
 
     def __getitem__(self, layer: int) -> Tensor | None:
         lengths = current().read(self._place).lengths
@@ -269,7 +269,7 @@ class _Lengths(_OneEntry):
 
 
 def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate checkpoint functions so that recomputation finds its selection, also after frozen modules."""
+    """Decorate checkpoint functions to keep the selection for recomputation, also with frozen modules."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint_learning(original, Carrying(function), *args, **kwargs)

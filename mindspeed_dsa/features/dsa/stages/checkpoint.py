@@ -1,8 +1,8 @@
-"""Checkpoints that are saved in one stage of DSA training and loaded in the next.
+"""Checkpoints saved in one stage of DSA training and loaded in another.
 
-Weights, iteration, data position and random generators are kept. The optimizer starts over: zero moments,
-step 0, and master weights made from the loaded weights. Optimizer param groups store the name of their stage,
-because Megatron saves and loads groups in every checkpoint format.
+Weights, iteration, data position and random generators are loaded. The optimizer starts over: zero moments,
+step 0, and master weights copied from the loaded weights. The stage's name is stored in the optimizer's param
+groups, because Megatron saves and loads them in every checkpoint format.
 
 Does not import Megatron at module level, because it is loaded while Megatron is being imported.
 """
@@ -58,7 +58,7 @@ def name_stage(original: _Function, context: Context[Options]) -> _Function:
 
 
 def save_stage(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``DistributedOptimizer.sharded_state_dict`` to store the stage outside sharded objects."""
+    """Decorate ``DistributedOptimizer.sharded_state_dict`` to store the stage as an unsharded entry."""
     stage = context.options.stage
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def save_stage(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_across_stages(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``dist_checkpointing.load`` to skip the optimizer state of another stage."""
+    """Decorate ``dist_checkpointing.load`` to skip optimizer state that another stage has saved."""
 
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         models = context.state(layers.Models)
@@ -97,7 +97,7 @@ def load_across_stages(original: _Function, context: Context[Options]) -> _Funct
 
 
 def load_state(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate optimizers' ``load_state_dict``: start over if another stage saved the state."""
+    """Decorate ``load_state_dict`` of optimizers to start over if another stage has saved the state."""
     here = context.options.stage
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_parameters(original: _Function) -> _Function:
-    """Decorate ``load_parameter_state_from_dp_zero``, called next in format ``torch``: skip after a reset."""
+    """Decorate ``load_parameter_state_from_dp_zero`` to do nothing after the optimizer has started over."""
 
     def load_parameter_state_from_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if vars(self).pop(_BEGUN, False) else original(self, *args, **kwargs)
@@ -138,7 +138,7 @@ def load_parameters(original: _Function) -> _Function:
 
 
 def _stage_of(state: Any) -> str:
-    """Return the stage that saved an optimizer's state, or the state of a chained optimizer."""
+    """Return the stage that saved an optimizer state, or the state of a chained optimizer."""
     for part in _parts(state):
         if any(key in part.get(_STAGE_OF_0_2, ()) for key in ("trained", "lag")):
             raise SettingsError(
@@ -163,7 +163,7 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 @torch.no_grad()
 def _begin_anew(part: Any) -> None:
-    """Reset an optimizer to the state of a new job. Its state tensors were already allocated for loading."""
+    """Reset an optimizer's state tensors, which were already allocated for loading."""
     inner = getattr(part, "optimizer", None)
     if inner is None or getattr(part, "is_stub_optimizer", False):
         return

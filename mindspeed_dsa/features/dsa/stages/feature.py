@@ -1,4 +1,4 @@
-"""Flags and patches for the stages of DSA training and for checkpoints between stages."""
+"""Flags and patches for the stages of DSA training, and for checkpoints between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def stage_wanted(settings: Any) -> bool:
-    """Return whether the job runs another stage than the default."""
+    """Return whether the job runs a stage other than the default."""
     return Options.of(settings).stage != "sparse"
 
 
@@ -28,7 +28,7 @@ def warmup_wanted(settings: Any) -> bool:
 
 
 def drop_loss(args: Any) -> Sequence[str]:
-    """Set the loss coefficient to 0 in stages that train no indexer; a ``Feature.rewrite``."""
+    """Set the loss coefficient to 0 in stages that do not train indexers; a ``Feature.rewrite``."""
     stage, coefficient = Options.of(args).stage, getattr(args, "dsa_indexer_loss_coeff", None)
     if stage not in WITHOUT_LOSS or not coefficient or coefficient <= 0:
         return ()
@@ -37,7 +37,7 @@ def drop_loss(args: Any) -> Sequence[str]:
 
 
 def check_stage(args: Any, options: Options) -> Iterator[str]:
-    """Yield arguments that the stage lacks. Missing attributes are not checked."""
+    """Yield arguments that the stage does not support. Missing attributes are not checked."""
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         yield (
             f"--dsa-stage {options.stage} is about DSA's indexer, and the model has none; add "
@@ -109,7 +109,7 @@ WARMUP = Feature(
 
 
 def _rows(method: str, implementation: str, why: str, *classes: str) -> Iterator[Patch]:
-    """Yield patches of a method of Megatron's optimizers, outside wrappers that move optimizer state."""
+    """Yield patches of one method of Megatron's optimizers, outside wrappers that move optimizer state."""
     for optimizer_class in classes:
         yield Patch(
             f"{optimizer_class}.{method}",

@@ -1,4 +1,4 @@
-"""Compare the layers with an indexer in a checkpoint and in the model.
+"""Comparison of the layers that have an indexer in a checkpoint and in the model.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -23,7 +23,7 @@ _OF_OPTIMIZER = ("optimizer.", "chained_")
 
 
 class Models:
-    """Configuration of the latest DSA model of a session."""
+    """Holder of the configuration of a session's latest DSA model."""
 
     def __init__(self, context: Context[Options]) -> None:
         # Weak reference: a configuration holds the optimizer (its loss scale method), and jobs end.
@@ -31,16 +31,16 @@ class Models:
 
     @property
     def config(self) -> Any:
-        """Megatron's configuration of the latest DSA model; None without one."""
+        """Megatron's configuration of the latest DSA model, or None."""
         return None if self._config is None else self._config()
 
     def note(self, config: Any) -> None:
-        """Store the configuration of a model that is being built."""
+        """Store the configuration of a new model."""
         self._config = ref(config)
 
 
 def of_indexer(key: str) -> bool:
-    """Return whether a parameter name, in a model or an optimizer, is an indexer's."""
+    """Return whether a parameter name (in a model or optimizer) belongs to an indexer."""
     return _INDEXER in key
 
 
@@ -48,7 +48,7 @@ def of_indexer(key: str) -> bool:
 
 
 def note_model(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``GPTModel.__init__``: mark the indexers' parameters, and check state dicts before loading."""
+    """Decorate ``GPTModel.__init__``: mark indexer parameters, and check state dicts before loading."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -61,7 +61,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerBlock.sharded_state_dict``: do not stack layers with and without indexer."""
+    """Decorate ``TransformerBlock.sharded_state_dict``: do not stack layers, as some have no indexer."""
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -74,7 +74,7 @@ def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Check:
-    """Pre-hook of a model's ``load_state_dict``."""
+    """Pre-hook for a model's ``load_state_dict`` that compares indexers."""
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context
@@ -82,7 +82,7 @@ class _Check:
     def __call__(
         self, model: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *unused: Any
     ) -> None:
-        """Raise for indexers in other layers. Keep the model's own indexers if the checkpoint has none."""
+        """Raise if indexers are in other layers. If the state dict has no indexers, keep the model's own."""
         if not strict:
             return
         own_params = {prefix + name: param for name, param in model.named_parameters() if of_indexer(name)}
@@ -101,7 +101,7 @@ class _Check:
 
 
 def _layer(name: str, numbers: Mapping[str, int]) -> tuple[str, int]:
-    """Return block and 1-based layer number of a parameter."""
+    """Return the block and the layer number (from 1) of a parameter."""
     match = _LAYER.search(name)
     assert match is not None, name
     index = int(match["index"] or 0)
@@ -114,7 +114,7 @@ def _layer(name: str, numbers: Mapping[str, int]) -> tuple[str, int]:
 def checked(
     wanted: dict[str, Any], folder: Any, shapes: Mapping[str, tuple[int, ...]], context: Context[Options]
 ) -> dict[str, Any]:
-    """Compare the indexers in a distributed checkpoint with the model's. The same result on all ranks.
+    """Compare the indexers in a distributed checkpoint with the model's. All ranks get the same result.
 
     Args:
         wanted: sharded state dict to be loaded.
@@ -123,7 +123,8 @@ def checked(
         context: context of the session.
 
     Returns:
-        ``wanted``. For a dense model's checkpoint, indexers are replaced by objects that keep their weights.
+        ``wanted``. If the checkpoint is of a dense model, its indexer entries are replaced by objects that
+        are not loaded.
 
     Raises:
         SettingsError: a layer has an indexer in the checkpoint but not in the model, or the reverse.
@@ -147,7 +148,7 @@ def checked(
 
 
 def _layers(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Yield the layers of a tensor: one, or all layers if it is a stack with one layer per index."""
+    """Yield the layers of a checkpoint tensor: one, or all if it stacks one layer per index."""
     match = _LAYER.search(key)
     if match is None:
         return
@@ -166,7 +167,7 @@ def _computing(config: Any, mtp_layers: int) -> Iterator[tuple[str, int]]:
 
 
 def _kept(state: Any, context: Context[Options]) -> Any:
-    """Return a model's sharded state dict with indexers replaced by local objects that are not loaded."""
+    """Return a model's sharded state dict in which indexers are local objects, so they are not loaded."""
     local_object: Any = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
     return {
         name: local_object(tensor.data) if of_indexer(name) and hasattr(tensor, "data") else tensor
@@ -178,7 +179,7 @@ def _kept(state: Any, context: Context[Options]) -> Any:
 
 
 def _may_begin(context: Context[Options]) -> bool:
-    """Return whether indexers may start untrained in this stage, and log it once."""
+    """Return whether indexers may start from initial weights in this stage; log it once."""
     stage = context.options.stage
     if stage not in ("dense", "warmup"):
         return False
@@ -196,7 +197,7 @@ def refuse(
     """Raise if checkpoint and model have indexers in different layers.
 
     Args:
-        what: checkpoint or state dict, as named in messages.
+        what: name of the checkpoint or state dict, for messages.
         there: layers with an indexer in the checkpoint.
         here: layers with an indexer in the model.
         config: configuration of the model.

@@ -1,9 +1,10 @@
-"""Dense attention in ``DSAttention.forward`` of Megatron-core 0.19 and later.
+"""Dense stages of DSA training with ``DSAttention.forward`` of Megatron-core 0.19 and later.
 
-Selecting all keys is dense attention, with the dense indexer loss. So Megatron's own forward runs on a view
-of the module whose ``index_topk`` is the sequence length. Tensor and context parallelism, packed documents
-and kernel backends then work as in sparse attention. Our backend (:mod:`..kernel_hooks`) skips the selection
-in this case, and computes the loss without an ``[s, s]`` buffer.
+Sparse attention that selects all keys is dense attention with the dense indexer loss. So Megatron's own
+forward runs on a view of the module whose ``index_topk`` is the sequence length. Tensor and context
+parallelism, packed documents and kernel backends then work as in sparse attention. Our backend
+(:mod:`..kernel_hooks`) detects this case: it skips the selection, and computes the loss without an ``[s, s]``
+buffer.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -73,7 +74,7 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
 
 
 def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
-    """Return a view of a ``DSAttention`` that selects every key, whether the layer shares or not."""
+    """Return a view of a ``DSAttention`` that selects every key, also in layers that share selections."""
     groups, config = layer.pg_collection, layer.config
     parts = groups.tp.size() if config.sequence_parallel and groups.tp is not None else 1
     ranks = 1 if groups.cp is None else groups.cp.size()
@@ -96,7 +97,7 @@ def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
 
 
 class _NoIndexer(torch.nn.Module):
-    """Stub indexer with one head of dimension one and zero scores, as every key is selected anyway."""
+    """Stub indexer for layers without one: one head of dimension 1, with zero scores."""
 
     # A real indexer gathers the shards of sequence parallelism, so the stub returns `parts` times the tokens.
     def __init__(self, parts: int) -> None:

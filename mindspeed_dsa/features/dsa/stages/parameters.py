@@ -1,4 +1,4 @@
-"""Parameters of indexers, and the parameters that a stage trains.
+"""Parameters of indexers, and freezing of the parameters that a stage does not train.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """
@@ -21,7 +21,7 @@ _MARK = "dsa_indexer_coefficient"
 
 
 def indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the indexers of a model, Megatron's or ours. Layers that share a selection have none."""
+    """Yield the indexers of a model, Megatron's or ours. Layers that share a selection have no indexer."""
     for module in model.modules():
         # By name: each Megatron, and our backport, has its own DSAIndexer class.
         if any(base.__name__ == "DSAIndexer" for base in type(module).__mro__):
@@ -29,19 +29,19 @@ def indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def mark_indexers(model: torch.nn.Module, config: Any) -> None:
-    """Mark the parameters of a model's indexers, so that optimizers can recognise them."""
+    """Mark the parameters of a model's indexers, so that :func:`is_indexers` recognises them."""
     for indexer in indexers(model):
         for parameter in indexer.parameters():
             setattr(parameter, _MARK, coefficient(config))
 
 
 def is_indexers(parameter: Any) -> bool:
-    """Return whether a parameter belongs to an indexer."""
+    """Return whether a parameter is marked as an indexer's."""
     return hasattr(parameter, _MARK)
 
 
 def learns(parameter: Any) -> bool:
-    """Return whether an indexer's parameter is trained by a loss."""
+    """Return whether a marked parameter is trained by an indexer loss."""
     return bool(getattr(parameter, _MARK) > 0)
 
 
@@ -49,7 +49,7 @@ def learns(parameter: Any) -> bool:
 
 
 def freeze_for_stage(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``GPTModel.__init__`` to freeze parameters before data parallelism and optimizer are built."""
+    """Decorate ``GPTModel.__init__`` to freeze parameters that the stage does not train."""
     stage = context.options.stage
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,5 +88,5 @@ def _freeze_all_but_indexers(model: Any) -> None:
 
 
 def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Start the graph here: checkpointing runs a layer's backward only if its input requires a gradient."""
+    """Make an output require a gradient: checkpoints run backward only if their input requires one."""
     return output.detach().requires_grad_(torch.is_grad_enabled())

@@ -1,8 +1,8 @@
-"""Warm-up stage: dense attention, indexer loss over all visible keys, only indexers trained.
+"""Warm-up stage: dense attention, indexer loss over all visible keys, and only indexers are trained.
 
-The frozen model gets no gradient. Each layer runs without a graph. Its indexer loss has a separate graph,
-which is attached to the layer's output. The backward pass only propagates zeros from output to output
-(DeepSeek-V3.2-Exp report, section 2.1.1).
+The rest of the model is frozen, so each layer runs without a graph (DeepSeek-V3.2-Exp report, section 2.1.1).
+The layer's indexer loss has a graph of its own, which is attached to the layer's output. Backward propagates
+only zeros from layer to layer, to reach these graphs.
 
 Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
@@ -29,12 +29,12 @@ _ATTACHMENTS = "_mindspeed_dsa_attachments"
 
 
 def attachments_of(attention: Any) -> list[Callable[[Tensor], Tensor]] | None:
-    """Return the functions that attach losses to a layer's output; ``None`` if the layer needs no loss."""
+    """Return the list of functions that attach losses to a layer's output; ``None`` outside of warm-up."""
     return getattr(attention, _ATTACHMENTS, None)
 
 
 def collect_graph(attention: Any, attended: Tensor) -> None:
-    """Attach the graph of a core attention's output, with the indexer loss, to the running layer's output."""
+    """Attach the graph of a core attention's output, with its indexer loss, to the layer's output."""
     attachments = attachments_of(attention)
     if attachments is not None and attended.requires_grad:
         attachments.append(lambda output: with_backward_of(output, attended))
@@ -68,13 +68,13 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
 
 
 def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], IndexInputs]) -> Tensor:
-    """Attend to all visible keys. In warm-up, register the indexer loss with the running layer.
+    """Compute attention to all visible keys. In warm-up, attach the indexer loss to the layer's output.
 
     Args:
-        call: call of the core attention. A layer without indexer has no loss.
+        call: arguments of the core attention. A layer without an indexer has no loss.
         operands: operands of the main attention.
-        rows: range of keys that each row sees.
-        index: function that projects for the indexer, called only if there is a loss.
+        rows: range of keys that each query token sees.
+        index: function that returns the indexer's inputs, called only if there is a loss.
     """
     attachments, layer, backend = attachments_of(call.layer), call.layer, call.options.backend
     weight = coefficient(layer.config)
