@@ -1,8 +1,8 @@
 """Checkpoint loading between layouts with and without a separate optimizer for experts.
 
 With expert parallelism Megatron chains two optimizers: one for parameters shared by all data parallel ranks,
-one for the experts. Without it there is one optimizer. Tensors have the same names in both kinds of
-checkpoints. Step counts and param groups are saved per optimizer, and are converted here.
+one for the experts. Without expert parallelism there is one optimizer. Checkpoints of both layouts use the
+same tensor names. Step counts and param groups are saved per optimizer, and are converted here.
 
 Megatron-LM's training loop also saves random generator states per data parallel rank with expert parallelism.
 Imports neither torch nor Megatron.
@@ -53,7 +53,7 @@ State = Mapping[str, Any]
 
 
 def load_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict``."""
+    """Decorate ``ChainedOptimizer.load_state_dict``: convert state of another number of optimizers first."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,11 +68,12 @@ def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -
 
     Args:
         parts: Megatron's optimizers, one or the parts of a chain.
-        state: result of ``dist_checkpointing.load`` for their ``sharded_state_dict``.
+        state: result of ``dist_checkpointing.load`` for the optimizers' ``sharded_state_dict``.
         megatron: session's Megatron.
 
     Returns:
-        State for the optimizers to load; ``state`` itself if as many optimizers saved it.
+        State for the optimizers to load; ``state`` itself if the checkpoint was saved by the same number of
+            optimizers.
 
     Raises:
         SettingsError: the checkpoint has no param group that matches one of the optimizers' groups.
@@ -142,7 +143,7 @@ def _inner(state: State) -> State:
 
 
 def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
-    """Find the saved group with the same multipliers; prefer an expert group for an expert group."""
+    """Find the saved param group with the same multipliers; prefer one with the same expert flag."""
 
     def identity(group: State) -> dict[str, Any]:
         # Some jobs write ``pre_wd_mult`` for ``wd_mult``, which Megatron reads as well.

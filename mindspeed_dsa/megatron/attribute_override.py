@@ -1,7 +1,7 @@
-"""Views of modules with overridden attributes, as ``self`` of Megatron's own methods.
+"""Views of modules with overridden attributes, to be passed as ``self`` to Megatron's own methods.
 
-If a Megatron method is right except for one submodule, it runs on a view with that submodule replaced.
-Nothing of its body is copied.
+A Megatron method that needs only another submodule runs on a view with that submodule replaced, so its body
+need not be copied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """Module that calls a function, because releases since 0.17 accept only modules in place of layers.
+    """Module that calls a function. Megatron-core since 0.17 accepts only modules where it expects layers.
 
     Args:
-        function: function to call. If an object stores this module and passes its own bound method, the two
-            keep each other alive.
+        function: function to call. A bound method of the object that stores this module creates a
+            reference cycle.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -22,7 +22,7 @@ class Batches:
         replicas: data parallel size.
         flag: flag that sets the smallest batch.
         micro_flag: flag that sets the microbatch.
-        entries: thresholds of a schedule as written, each with its batch size.
+        entries: ``(threshold, batch size)`` pairs of a schedule, with thresholds as written.
     """
 
     least: int
@@ -45,7 +45,7 @@ class Batches:
         return self.most // (self.micro * self.replicas)
 
     def enlarged(self, microbatches: int) -> str:
-        """Return a Megatron flag with which every batch has at least this many microbatches."""
+        """Return a Megatron flag, with its value, that gives every batch at least this many microbatches."""
         needed = microbatches * self.micro * self.replicas
         if not self.entries:
             return f"{self.flag} {needed}"
@@ -57,8 +57,8 @@ class Batches:
 def of_training(args: Any) -> Batches | None:
     """Return the batch sizes of a job's training steps, or ``None`` if its arguments do not state them.
 
-    Releases that support a schedule (0.18 and later) ignore a ramp. With a schedule they set
-    ``global_batch_size`` to the samples of one microbatch.
+    Megatron-LM since 0.18 supports a batch size schedule, and then ignores ``--rampup-batch-size``. With a
+    schedule it sets ``global_batch_size`` to the samples of one microbatch.
     """
     whole, micro = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
     replicas, ramp = argument(args, "data_parallel_size"), argument(args, "rampup_batch_size")

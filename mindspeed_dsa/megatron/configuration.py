@@ -1,8 +1,8 @@
-"""Refusal of Megatron configurations that a feature's checks reject.
+"""Checks of Megatron configurations, for jobs that do not use Megatron's argument parser.
 
-A check is a generator ``check(args, options)`` that yields sentences. The session runs it on a job's
-arguments. Jobs without Megatron's parser are checked by :func:`require` when a model or an optimizer is
-built, on its configuration.
+A feature's check is a generator ``check(args, options)`` that yields a sentence per problem. The session runs
+it on the job's arguments. Without Megatron's parser, :func:`require` runs it on the configuration of a model
+or an optimizer when that is built.
 """
 
 from __future__ import annotations

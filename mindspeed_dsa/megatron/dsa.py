@@ -1,4 +1,4 @@
-"""DSA in Megatron: module paths, published models, and helpers for declarations of fixes and options."""
+"""DSA in Megatron: module paths, published models, and helpers for feature declarations."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ KERNELS = ">=0.19,<0.21"
 
 
 def rotates_first(release: str | None) -> bool:
-    """Return whether a release's own indexer rotates its first dimensions and uses the normalised query.
+    """Return whether a release's own indexer applies RoPE to its first dimensions and uses the normed query.
 
-    Releases since 0.19 do, like DeepSeek's and GLM's code, and have no argument for it.
+    Releases since 0.19 do both without an argument, like DeepSeek's and GLM's code.
 
     Args:
         release: release of Megatron-core, ``None`` if not installed.
@@ -99,10 +99,10 @@ The first one also accepts :data:`~mindspeed_dsa.feature.AUTO`, its value under 
 
 @dataclass(frozen=True)
 class Options:
-    """Parts of DSA's attention path that run on our operators.
+    """Options of DSA's attention path.
 
     Attributes:
-        absorb: whether the absorbed form may be used.
+        absorb: whether MLA's absorbed form (attention over latents) may be used.
         absorb_always: whether the absorbed form is used for every sequence length.
         stage: stage of the indexer's training, one of :data:`STAGES`.
         padding: padding of sequences that context parallel ranks do not divide.
@@ -149,7 +149,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings or a job's argument namespace; a missing flag is off."""
+        """Build the options from resolved settings or a job's arguments; a missing flag is off."""
         everything = bool(getattr(settings, "use_fused_dsa", False))
         switches = [getattr(settings, part, None) for part in PARTS]
         # A part that is not set individually follows --use-fused-dsa.
@@ -171,18 +171,18 @@ class Options:
 
 
 def fused_wanted(settings: Any) -> bool:
-    """Return whether any option is set, even one without effect on its own (a check reports it)."""
+    """Return whether any DSA option is set, including options without effect on their own."""
     chosen = Options.of(settings)
     return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full"
 
 
 def absorb_wanted(settings: Any) -> bool:
-    """Return whether the absorbed form is on, with or without the other parts."""
+    """Return whether the absorbed form is on, with or without our other operators."""
     return Options.of(settings).absorb
 
 
 def shares_keys(config: Any, chosen: Options) -> bool:
-    """Return whether context parallel ranks exchange keys by our gathers instead of Megatron's.
+    """Return whether our all-gathers exchange keys between context parallel ranks, instead of Megatron's.
 
     Args:
         config: Megatron's configuration of the model.

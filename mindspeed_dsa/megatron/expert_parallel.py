@@ -56,7 +56,7 @@ def check_experts(args: Any, flag: str) -> Iterator[str]:
 
 
 def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
-    """Refuse layers without an all-to-all between ranks.
+    """Refuse jobs whose MoE layers have no all-to-all between ranks.
 
     Args:
         args: job's arguments, or a configuration.
@@ -90,7 +90,7 @@ def run_shared_expert(args: Any, flag: str) -> list[str]:
 
 
 def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[str]:
-    """Refuse arguments that are set.
+    """Refuse arguments that a feature does not support, if they are set.
 
     Args:
         args: job's arguments, or a configuration.

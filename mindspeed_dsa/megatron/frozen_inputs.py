@@ -1,6 +1,6 @@
-"""Checkpointed functions whose inputs need no gradient while some of their weights do.
+"""Gradients for weights of checkpointed functions if no input requires a gradient.
 
-Autograd calls the backward of a reentrant checkpoint only if one of its inputs requires a gradient. Behind a
+Autograd calls the backward of a reentrant checkpoint only if one of its inputs requires a gradient. After a
 frozen embedding none does, so the weights of a recomputed layer would get no gradient. In this case one input
 is replaced by a detached copy that requires a gradient. Earlier layers get no gradient through it.
 
@@ -49,7 +49,7 @@ def checkpoint_learning(
 
 
 def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``checkpoint`` of Megatron's ``CheckpointWithoutOutput``."""
+    """Decorate ``CheckpointWithoutOutput.checkpoint``: support inputs that require no gradient."""
 
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint_learning(partial(original, self), _ending_in_leaves(run_function), *args)
@@ -58,7 +58,7 @@ def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_in_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make all outputs of the function require a gradient in its second run."""
+    """Wrap a function so that all its outputs require a gradient in the recomputation."""
     # Megatron's class passes a gradient to each output, which is an error for an output that depends on no
     # input or weight that requires one.
     has_run = False

@@ -1,4 +1,4 @@
-"""Access to weights outside of their layer's call, or on another stream than the layer's own."""
+"""Access to sharded weights outside of their layer's call, or on another stream than the layer's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
 
 
 def wait_for_weights(layer: Any) -> None:
-    """Run a layer's forward pre-hooks."""
+    """Run a layer's forward pre-hooks that wait for the all-gather of its weights."""
     # Under overlapped parameter gathering Megatron waits for a layer's weights in such a hook. Without it,
     # the weights would still be the previous step's. A hook that was registered with_kwargs also gets the
     # (empty) keyword arguments.
@@ -46,17 +46,17 @@ _apart: ContextVar[bool] = ContextVar("part that runs by itself", default=False)
 
 
 def hold(module: Any, holder: Callable[[], AbstractContextManager[None]]) -> None:
-    """Register how to gather a module's weights for parts of it that run outside of its calls.
+    """Register a function that gathers a module's weights for submodules that run outside of its forward.
 
     Args:
-        module: module whose calls gather and reshard its weights.
+        module: module that gathers its weights before its forward and reshards them after it.
         holder: function that returns a context in which the weights are gathered.
     """
     vars(module)[_HOLDER] = holder
 
 
 def note_calls(module: Any) -> None:
-    """Register hooks so that :func:`running` includes the module during its calls."""
+    """Register hooks that make :func:`running` include the module during its forward."""
     tokens: list[Any] = []
 
     def enter(module: Any, *_: Any) -> None:
@@ -77,7 +77,7 @@ def running() -> tuple[ref[Any], ...]:
 
 @contextlib.contextmanager
 def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
-    """Gather the weights of modules, outermost first, for the recomputation of one part of a forward."""
+    """Gather the weights of modules inside the block, outermost first, to recompute one part of a forward."""
     # With this flag FSDP2 does not prefetch the modules that would follow in a full forward.
     token = _apart.set(True)
     try:
@@ -92,7 +92,7 @@ def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
 
 
 def runs_apart() -> bool:
-    """Return whether only one part of a forward is running, without the modules that follow it."""
+    """Return whether only one part of a forward is being recomputed, inside :func:`there`."""
     return _apart.get()
 
 
@@ -100,7 +100,7 @@ def runs_apart() -> bool:
 
 
 def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
-    """Register how to reduce weight gradients that are computed after a model's backward.
+    """Register a function that reduces the weight gradients computed after a model's backward.
 
     Args:
         model: model, as the pipeline schedule gets it.
@@ -110,7 +110,7 @@ def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
 
 
 def reduce_late_gradients(model: Any) -> None:
-    """Reduce the late weight gradients of a registered model. For other models hooks have already done so."""
+    """Call the function registered with :func:`on_late_gradients`, if any; else hooks did the reduction."""
     reduce = vars(model).get(_REDUCTION)
     if reduce is not None:
         reduce()

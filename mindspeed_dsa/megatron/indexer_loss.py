@@ -1,8 +1,9 @@
 """Indexer loss: its coefficient, and its value in the current step.
 
-Megatron's trackers add the loss to a sum over the log interval. A feature that calls or wraps a tracker
-stores the step's own value with :func:`keep_step_loss`, and a feature that records steps takes it. A feature
-that splits a microbatch weighs the loss of each part, which is a mean over tokens, by the part's share.
+Megatron's tracker adds the loss to a sum over the log interval. :func:`keep_step_loss` wraps the tracker and
+stores the value of the current step, and :func:`take_step_loss` returns it to features that record steps. The
+loss is a mean over tokens, so a feature that splits a microbatch scales each part's loss with
+:func:`part_of_loss` by the part's share of the tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _kept: dict[Megatron, Tensor] = {}
 
 
 def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexerLossLoggingHelper.track_indexer_metrics``."""
+    """Decorate ``DSAIndexerLossLoggingHelper.track_indexer_metrics``: also store the current step's loss."""
     # The caller's dictionary holds a sum over the steps since the last log line. The original adds to an
     # empty dictionary instead, which gives the step's own value. The value is then added to the caller's
     # sum.
@@ -61,7 +62,7 @@ def part_of_loss(config: Any, share: float) -> Iterator[None]:
 
 @contextmanager
 def weighing_loss(config: Any, weight: float | None) -> Iterator[None]:
-    """Use another indexer loss coefficient inside the block instead of the configuration's."""
+    """Set the configuration's indexer loss coefficient to ``weight`` inside the block."""
     before = getattr(config, _WEIGHT, None)
     if before is None:
         yield

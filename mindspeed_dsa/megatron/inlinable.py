@@ -1,6 +1,6 @@
-"""Linear layers and norms that can be computed from their weights, without a call, inside a compiled graph.
+"""Linear layers and norms that a compiled graph can compute from their weights, without calling the module.
 
-A layer must be called if it does more than a matmul: it communicates, accumulates the weight gradient into
+The module must be called if it does more than a matmul: it communicates, accumulates the weight gradient into
 ``main_grad`` itself, has hooks, or is of an unknown class, such as one with an adapter.
 """
 
@@ -22,7 +22,7 @@ from mindspeed_dsa.parallel import weight_gradients
 
 
 class Norm(NamedTuple):
-    """Norm over the last dimension."""
+    """Weights of a norm over the last dimension, for use in a compiled graph."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -45,7 +45,7 @@ NO_NORM = Norm(None, None, None, True, False)
 
 
 class Linear(NamedTuple):
-    """Product with ``weight``, ``[out, in]``, after an optional norm."""
+    """Weight ``[out, in]`` of a linear layer and its optional input norm, for use in a compiled graph."""
 
     weight: Tensor
     norm: Norm
@@ -109,7 +109,7 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Return whether hooks run with a module. If the only hooks wait for its weights, run them now."""
+    """Return whether a module has hooks other than Megatron's waits for its weights, which are run now."""
     waits = module._forward_pre_hooks
     if waits and all(map(waits_for_weights, waits.values())):
         wait_for_weights(module)
@@ -124,12 +124,12 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Return whether other code computes the weight's gradient or stores the weight in another form."""
+    """Return whether other code computes the weight's gradient, or stores the weight in another format."""
     return "__fsdp_param__" in vars(weight) or weight_gradients.is_deferred(weight)
 
 
 def _is_local(module: Any) -> bool:
-    """Return whether a parallel layer runs on one rank and leaves the weight gradient to autograd."""
+    """Return whether a tensor parallel layer runs on one rank and autograd computes its weight gradient."""
     # nn.Module.__getattr__ is slow for missing attributes, so look in the instance dictionary.
     config, attributes = module.config, vars(module)
     return not (
@@ -146,7 +146,7 @@ def _is_local(module: Any) -> bool:
 
 
 def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
-    """Return the weights of plain linear layers, or ``None`` if one of them must be called or has a norm."""
+    """Return the weights of linear layers, or ``None`` if any of the modules must be called or has a norm."""
     weights = []
     for module in modules:
         linear = linear_of(module, megatron)

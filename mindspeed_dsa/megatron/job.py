@@ -1,6 +1,6 @@
-"""Integration with the job: its argument parser, its checks, and the construction of its first model.
+"""Patches that connect a session to Megatron's argument parsing, argument checks and model construction.
 
-These services have no switch. The session claims their patches when a feature is on, with itself as the
+They belong to no feature: the session applies them whenever a feature is on, and passes itself as the
 context.
 """
 
@@ -18,7 +18,7 @@ _HERE = "mindspeed_dsa.megatron.job"
 
 
 class Session(Protocol):
-    """Part of a session that the patches below use."""
+    """Methods of a session that the patches below call."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add the flags of all features."""
@@ -94,7 +94,7 @@ def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> 
 
 
 def validate_with_feature_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Decorate ``megatron.training.arguments.validate_args``."""
+    """Decorate ``megatron.training.arguments.validate_args``: run the features' rewrites and checks too."""
     # Features rewrite arguments before Megatron derives others from them, and check them afterwards. No
     # process group exists yet.
 
@@ -112,7 +112,7 @@ def validate_with_feature_checks(original: Callable[..., Any], session: Session)
 
 
 def verify_before_model(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Decorate ``LanguageModule.__init__``, which every Megatron-core model with a vocabulary calls."""
+    """Decorate ``LanguageModule.__init__``, the base class of language models: verify all patches first."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         session.finalize_once()

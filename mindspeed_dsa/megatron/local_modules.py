@@ -1,4 +1,4 @@
-"""Norms and linear layers in plain PyTorch that Megatron provides only as Transformer Engine modules.
+"""Plain PyTorch norms and linear layers, for modules that Megatron offers only with Transformer Engine.
 
 Constructor arguments, parameter names and parameter attributes match the Transformer Engine modules, so that
 specs, gradient synchronization and checkpoints work unchanged.
@@ -68,7 +68,7 @@ _RMS_NORM = "rms_norm"
 
 
 def normalize_with(layer: Any, rms_norm: RMSNorm) -> None:
-    """Replace the RMSNorm function of a linear layer that contains the norm's parameters."""
+    """Make a layer with a fused RMSNorm compute the norm with ``rms_norm``."""
     setattr(layer, _RMS_NORM, rms_norm)
 
 
@@ -77,7 +77,7 @@ def _rms_norm_of_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
-    """Apply the norm in front of a linear layer that contains its parameters, ours or Transformer Engine's.
+    """Apply only the norm of a fused norm and linear layer, ours or Transformer Engine's.
 
     Args:
         layer: layer with ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.
@@ -109,7 +109,7 @@ def torch_norm(config: Any, hidden_size: int, eps: float) -> torch.nn.Module | N
 
 
 def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``WrappedTorchNorm.__new__``: support the settings for which it rejects PyTorch's norms."""
+    """Decorate ``WrappedTorchNorm.__new__``: also build norms for settings that Megatron's class rejects."""
 
     def __new__(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
@@ -148,7 +148,7 @@ class DuplicatedLinear(torch.nn.Module):
         init_method: function that fills the weight in place.
         bias: whether to add a bias, initialized to zero.
         skip_bias_add: whether to return the bias instead of adding it.
-        parallel_mode: parallelism of the layer; must be ``"duplicated"``.
+        parallel_mode: must be ``"duplicated"``.
         tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name: unused
             arguments of Megatron's call sites, rejected if they contradict replication.
     """
@@ -220,7 +220,7 @@ class DuplicatedLinear(torch.nn.Module):
         return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are never delayed here. Part of the interface of Megatron's layers."""
+        """Do nothing: Megatron calls this for delayed weight gradients, which this layer never has."""
 
 
 @cache

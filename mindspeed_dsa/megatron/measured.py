@@ -1,4 +1,4 @@
-"""Measurements that a feature bases a choice on: when they are refused, and how ranks measure together.
+"""Timing of alternatives that a feature chooses from, so that all ranks of a group make the same choice.
 
 Imports torch only when something is measured, because the ``feature.py`` of every measuring feature imports
 it.
@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 
 
 def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[str]:
-    """Refuse a measured choice under ``--deterministic-mode``.
+    """Refuse choices based on timing under ``--deterministic-mode``.
 
     Every feature that measures with :func:`timed` calls this check.
 
@@ -36,7 +36,7 @@ def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[st
 
 
 def timed(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of one call on this rank. Collective: all ranks of the group start together."""
+    """Return the seconds of one call of ``work``. Collective: all ranks of the group start together."""
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def timed(work: Callable[[], object], group: Any) -> float:
 
 
 def slowest(seconds: Mapping[Key, float], group: Any) -> dict[Key, float]:
-    """Return the maximum of each time over the ranks of the group, the same on all of them."""
+    """Return the maximum of each time over the ranks of the group (an all-reduce)."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,8 @@
 """Projections from hidden states to query and key of multi-latent attention, for Megatron-core since 0.12.1.
 
-Shapes are Megatron's, sequence first. A down-projection is either replicated on every tensor parallel rank,
-and returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
+Shapes are Megatron's, sequence first. A replicated down-projection returns the same tokens as its input. One
+that is split over tensor parallel ranks gathers its input, and returns the whole sequence. Throughout, ``b``
+is batch, ``s`` sequence, and *latent* the compressed key-value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Rotate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projections:
-    """Projections of one MLA layer.
+    """Calls of one MLA layer's projections.
 
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
@@ -41,7 +42,7 @@ class Projections:
     documents: PackRows | None = None
 
     def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
-        """Return the projections with packed documents, if Megatron describes any.
+        """Return these projections for one call: with the documents of ``packed_seq_params``, if given.
 
         Args:
             packed_seq_params: Megatron's description of packed documents, or ``None``.
@@ -54,7 +55,7 @@ class Projections:
         return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
 
     def rows(self, hidden_states: Tensor) -> int:
-        """Return the number of the context parallel rank's tokens; ``hidden_states`` as in :meth:`on`."""
+        """Return the number of tokens on the context parallel rank; see :meth:`on` for ``hidden_states``."""
         # Under sequence parallelism a tensor parallel rank has 1/TP of the context parallel rank's tokens.
         is_split = self.layer.config.sequence_parallel
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
@@ -72,7 +73,7 @@ class Projections:
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 
     def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Split a down-projection's output, after a gather if the projection is split over ranks."""
+        """Apply a down-projection, gather the features of a split weight, and split them by ``sizes``."""
         projected, _ = projection(hidden_states)
         # Fewer features than expected: this rank has only its shard of them.
         if projected.size(-1) != sum(sizes):
@@ -81,7 +82,7 @@ class Projections:
         return list(projected.split(sizes, dim=-1))
 
     def latent_query(self, hidden_states: Tensor) -> Tensor:
-        """Return the normed latent query ``[s, b, q_lora_rank]``, or the hidden states without a latent."""
+        """Return the normed latent query ``[s, b, q_lora_rank]``; without one, the hidden states."""
         layer, rank = self.layer, self.layer.config.q_lora_rank
         if rank is None:
             return hidden_states
@@ -100,7 +101,7 @@ class Projections:
         return layer.kv_layernorm(self.own_part(latent, hidden_states)), rotary_key
 
     def own_part(self, states: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return states for the hidden states' tokens: under sequence parallelism, this rank's part."""
+        """Slice states of the whole sequence to the tokens of ``hidden_states``, this rank's under SP."""
         if states.size(0) == hidden_states.size(0):
             return states
         scatter = self.megatron("core.tensor_parallel").scatter_to_sequence_parallel_region
@@ -111,14 +112,14 @@ class Projections:
     ) -> Tensor:
         """Return the rotary key of the whole sequence, with gradients summed over all ranks' heads.
 
-        Megatron itself keeps only the gradient of a rank's own heads if the projection is split, and without
+        Megatron keeps only the gradient of the rank's own heads if the projection is split, or without
         sequence parallelism.
 
         Args:
-            rotary_key: ``[s, b, rope]``; under sequence parallelism a part of ``s`` if the projection is
-                replicated.
-            hidden_states: ``[s, b, hidden]``; under sequence parallelism a part of ``s``.
-            is_summed: whether other code sums the gradient in the cases without a reduce-scatter.
+            rotary_key: ``[s, b, rope]``; with sequence parallelism and a replicated projection, this rank's
+                tokens.
+            hidden_states: ``[s, b, hidden]``; under sequence parallelism this rank's tokens.
+            is_summed: whether the caller sums the gradient where no reduce-scatter does.
         """
         group = self.tensor_parallel_group()
         if group.size() == 1:
@@ -137,7 +138,8 @@ class Projections:
 
         Args:
             length: number of tokens of all tensor parallel ranks together.
-            own_part: function that selects the states' tokens from these; default: all tokens.
+            own_part: function that slices the angles of all tokens to the states' tokens; default: all
+                tokens.
         """
         if self.documents is not None:
             angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
@@ -170,13 +172,13 @@ class Projections:
     def absorbed_query_and_key(
         self, rotate: Rotate, latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both parts of the query, and the key of the whole sequence, in absorbed form.
+        """Return the absorbed query, as latent and rotary part, and the absorbed key of the whole sequence.
 
         Args:
             rotate: result of :meth:`rotation`.
             latent_query: see :meth:`absorbed_query`.
-            latent: ``[s, b, kv_lora_rank]``, normed unless its up-projection contains the norm.
-            rotary_key: ``[s, b, rope]``, of the whole sequence.
+            latent: ``[s, b, kv_lora_rank]``, normed unless the key-value up-projection contains the norm.
+            rotary_key: ``[s, b, rope]`` of the whole sequence.
             up_key: see :meth:`absorbed_query`.
 
         Returns:
@@ -204,11 +206,11 @@ class Projections:
         return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both parts of the query for this rank's heads, in absorbed form.
+        """Return the absorbed query of this rank's heads, as latent part and rotary part.
 
         Args:
             rotate: result of :meth:`rotation`.
-            latent_query: ``[s, b, q_lora_rank]``, normed unless its up-projection contains the norm.
+            latent_query: ``[s, b, q_lora_rank]``, normed unless the query up-projection contains the norm.
             up_key: key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
 
         Returns:
@@ -221,14 +223,14 @@ class Projections:
     def own_absorbed_key(
         self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return both parts of the absorbed key for the hidden states' own tokens.
+        """Return the absorbed key of the tokens of ``hidden_states``, as latent part and rotary part.
 
         Args:
             rotate: result of :meth:`rotation` for these tokens.
             latent: ``[s, b, kv_lora_rank]``, normed unless its up-projection contains the norm.
-            rotary_key: ``[s, b, rope]``, for all tensor parallel ranks' tokens if its projection is split.
-            hidden_states: ``[s, b, hidden]``; under sequence parallelism a part of ``s``. The caller then
-                gathers the keys from tensor parallel ranks too, and the backward of its gather sums their
+            rotary_key: ``[s, b, rope]``; of the whole sequence if its projection is split over ranks.
+            hidden_states: ``[s, b, hidden]``; under sequence parallelism this rank's tokens. The caller then
+                also gathers the keys over tensor parallel ranks, and the backward of that gather sums their
                 gradients.
             is_summed: see :meth:`rotary_key_for_all_heads`.
 
@@ -245,13 +247,13 @@ class Projections:
         return latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
-        """Apply the norm if the up-projection, which the absorbed form never calls, contains it."""
+        """Apply the norm if it is fused into the up-projection, which the absorbed form never calls."""
         if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
             return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
         return latent
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
-        """Run ``derive``; with ``mla_up_proj`` among the recomputed modules, the layer frees the results."""
+        """Call ``derive``; checkpoint it without output if Megatron recomputes ``mla_up_proj``."""
         if not getattr(self.layer, "recompute_up_proj", False):
             return derive(*parts)
         make, config = self.megatron("core.tensor_parallel").CheckpointWithoutOutput, self.layer.config
@@ -262,7 +264,7 @@ class Projections:
         return checkpoint.checkpoint(derive, *parts)
 
     def _gathered(self, states: Tensor) -> Tensor:
-        """Gather the whole sequence from its parts. Backward sums and scatters the gradients."""
+        """All-gather the sequence over tensor parallel ranks. Backward reduce-scatters the gradient."""
         gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.tensor_parallel_group())  # type: ignore[no-any-return]
 
@@ -272,7 +274,7 @@ class Projections:
         return getattr(groups, name, None)
 
     def _group_argument(self) -> dict[str, ProcessGroup]:
-        """Return the group as an argument of Megatron's mappings, if the layer has its own (not in 0.12)."""
+        """Return ``{"group": ...}`` for Megatron's mappings if the layer has its own group (not in 0.12)."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
 
@@ -282,8 +284,8 @@ def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
 
     Args:
         attention: ``MLASelfAttention``.
-        who: user of the weight, for the message.
-        instead: remedy for a user who needs another kind of weight.
+        who: feature that uses the weight, for the message.
+        instead: remedy for the message.
 
     Returns:
         Weight ``[heads * (qk_head_dim + value_dim), kv_lora_rank]`` of this rank's heads.
@@ -374,7 +376,7 @@ class SumGradients(Function):
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """Compiled steps that a layer's attention may call instead of its own operators.
+    """Compiled functions before and after attention that a layer may call instead of separate operators.
 
     Attributes:
         prolog: function of an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's

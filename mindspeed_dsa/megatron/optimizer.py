@@ -4,14 +4,15 @@ A feature that moves weights or moments subclasses :class:`OptimizerState` and o
 needs. Its declaration lists these methods with :func:`rows`, which returns the patches. Imports neither torch
 nor Megatron.
 
-Order of events in a step: ``prepare_grads`` copies and checks the gradients, they are clipped, and
-``step_with_ready_grads`` updates the master weights and copies them to the model's weights. With the
+Order of events in a step: ``prepare_grads`` copies and checks the gradients, then they are clipped. Then
+``step_with_ready_grads`` updates the master weights and copies them to the model's weights; with the
 distributed optimizer it also starts the all-gather of the weights. A skipped step ends after
 ``prepare_grads``.
 
 If Megatron's own step fails in the middle, some parameters are updated and others are not, and the next step
-continues from there. State that is stored elsewhere cannot always be left like this. The optimizer then
-refuses to step and to be saved until all of its state has been loaded again (:class:`StepIntegrity`).
+continues from there. A feature whose state is stored elsewhere cannot always continue from a partial update.
+Its optimizer then refuses to step and to be saved until all of its state has been loaded again
+(:class:`StepIntegrity`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ATTRIBUTE = "_mindspeed_dsa_states"
 
 
 class _Site(NamedTuple):
-    """Method of Megatron's optimizers, the classes that define it, and the parameters that we rely on."""
+    """Patched method of Megatron's optimizers: classes that define it, and parameters that we use."""
 
     method: str
     classes: tuple[str, ...]
@@ -103,9 +104,9 @@ class Place(NamedTuple):
     """Location of a parameter in an inner optimizer.
 
     Attributes:
-        group: index of its param group.
-        at: index in the group.
-        main: parameter itself, which is the key of the optimizer's state.
+        group: index of the parameter's group in ``param_groups``.
+        at: index of the parameter in the group.
+        main: inner optimizer's parameter (the fp32 master weight, if there is one), the key of its state.
     """
 
     group: int
@@ -121,7 +122,7 @@ class OptimizerState:
     has been loaded.
 
     Attributes:
-        integrity: record of whether the state belongs to a whole number of steps.
+        integrity: record of whether the last step updated all parameters.
     """
 
     integrity: StepIntegrity
@@ -138,7 +139,7 @@ class OptimizerState:
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """Return the state for an optimizer that was just constructed and has parameters, or ``None``."""
+        """Return the feature's state for a newly constructed optimizer, or ``None`` if it needs none."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
@@ -156,11 +157,11 @@ class OptimizerState:
         call()
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
-        """Copy the model's weights to the master weights, or read these from a model's state dict."""
+        """Copy the master weights from the model's weights, or from a model state dict."""
         call()
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
-        """Return the state to save; for the distributed optimizer without per-parameter state."""
+        """Return the state to save. The distributed optimizer saves per-parameter state separately."""
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
@@ -347,7 +348,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def model_parameters(optimizer: Any) -> list[list[Any]]:
-    """Return the model's parameters in the order of the optimizer's groups, which may hold fp32 copies.
+    """Return the model's parameters, grouped and ordered like the optimizer's (possibly fp32) parameters.
 
     Args:
         optimizer: Megatron's optimizer. A distributed one has only the parameters that this rank holds a
@@ -379,7 +380,7 @@ def _place(optimizer: Any, model_param: Any) -> Place:
 
 
 class StepIntegrity:
-    """Record of whether an optimizer's state belongs to a whole number of steps.
+    """Record of whether an optimizer's last step updated all parameters, or failed in the middle.
 
     Args:
         feature: name of the feature that keeps the state.
@@ -391,7 +392,7 @@ class StepIntegrity:
 
     @property
     def broken(self) -> bool:
-        """Whether a failed step has left a state that Megatron's own step would not leave."""
+        """Whether a step has failed in the middle and its state was not loaded again since."""
         return self._stale is not None
 
     def mark_broken(self, parameters: Iterable[Any]) -> None:
@@ -429,8 +430,8 @@ class StepIntegrity:
 class Writes:
     """Detector of in-place writes to tensors by an optimizer.
 
-    torch counts in-place writes in each tensor's version. Fused kernels and other libraries do not count
-    them.
+    torch increments a tensor's version counter for each in-place write. Fused kernels and other libraries do
+    not increment it.
 
     Args:
         optimizer: inner optimizer.
@@ -444,5 +445,5 @@ class Writes:
         )
 
     def may_have_happened(self) -> bool:
-        """Return False only if no write has happened."""
+        """Return False if the tensors certainly were not written, else True."""
         return not self._are_counted or self._before != [tensor._version for tensor in self._tensors]

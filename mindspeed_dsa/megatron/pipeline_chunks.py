@@ -1,6 +1,8 @@
-"""Decoder layers of each pipeline chunk, and splits in which every chunk begins with a computing layer.
+"""Assignment of decoder layers to pipeline chunks, and search for splits that work with shared selections.
 
-Computed from a job's arguments or a model's configuration, without Megatron. The layers equal the result of
+Layers that share a selection need it from a layer of the same chunk, so every chunk must begin with a
+*computing* layer, one with an indexer. Splits are computed from a job's arguments or a model's configuration,
+without Megatron. The layers equal the result of
 Megatron-core's ``get_transformer_layer_offset`` and ``get_num_layers_to_build``, or of
 ``--pipeline-model-parallel-layout`` (Megatron-core 0.14 and later).
 """
@@ -34,7 +36,7 @@ class Split:
         layers: number of decoder layers.
         ranks: number of pipeline ranks.
         chunks: number of chunks per rank, above 1 for an interleaved schedule.
-        first, last: numbers of layers of the first and last rank, ``None`` if not set.
+        first, last: numbers of layers on the first and last rank, ``None`` if not set.
         embedding_counts, loss_counts: whether embedding and loss count as a layer each.
         stages: letters of each chunk in the model's order: ``E`` embedding, ``t`` decoder, ``m`` multi-token
             prediction, ``L`` loss. Overrides ``first``, ``last`` and the counts. Empty without a layout.
@@ -53,7 +55,7 @@ class Split:
 
     @classmethod
     def of(cls, config: Any) -> Self | None:
-        """Build from a job's arguments or a model's configuration, or return ``None`` without ``num_layers``.
+        """Build the split from arguments or a model's configuration; ``None`` if ``num_layers`` is missing.
 
         Raises:
             ValueError: the layout contains unknown letters.
@@ -135,7 +137,7 @@ class Split:
 
     @cached_property
     def in_order(self) -> tuple[tuple[int, ...], ...]:
-        """Layer numbers of each chunk, from 1, with chunks in the order that a microbatch passes them.
+        """Layer numbers of each chunk, counted from 1, with chunks in the model's order.
 
         Raises:
             ValueError: the layers cannot be assigned, see :attr:`problem`.
@@ -160,7 +162,7 @@ class Split:
 
     @property
     def by_rank(self) -> list[list[tuple[int, ...]]]:
-        """Layer numbers, from 1, of each rank and chunk."""
+        """Layer numbers, counted from 1, indexed by rank and then by chunk of the rank."""
         if self.v_shaped:
             # 2 ranks, chunks 0 to 3: rank 0 has chunks 0 and 3, rank 1 has chunks 1 and 2.
             return [[self.in_order[rank], self.in_order[-1 - rank]] for rank in range(self.ranks)]
@@ -169,7 +171,7 @@ class Split:
 
     @property
     def mtp_rank(self) -> int:
-        """Rank that holds the layers of multi-token prediction."""
+        """Pipeline rank that holds the multi-token prediction layers."""
         with_mtp = (chunk for chunk, stage in enumerate(self.stages) if _MTP in stage)
         stage = next(with_mtp, self.ranks * self.chunks - 1)
         if self.v_shaped:
@@ -177,7 +179,7 @@ class Split:
         return stage % self.ranks
 
     def flags(self) -> str:
-        """Return the flags for this assignment, in addition to the flags of the pipeline's sizes."""
+        """Return the flags that set this split, except the flags for numbers of ranks and chunks."""
         if self.stages:
             return f"{LAYOUT} '{_compact(self.stages)}'"
         ends = ((FIRST, self.first), (LAST, self.last))
@@ -293,7 +295,7 @@ def _who(sharing: Sharing) -> str:
 
 
 def remedy(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers: int = 0) -> str:
-    """Return a sentence with the splits that work for this number of ranks and chunks, or a limit on chunks.
+    """Return advice: splits that work for this number of ranks and chunks, or else a limit on chunks.
 
     Args:
         split: split that does not work.
@@ -354,7 +356,7 @@ def _largest(split: Split) -> int:
 
 @lru_cache(maxsize=256)
 def _by_ends(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split | None:
-    """Return the most even split that the flags of the first and last rank can express."""
+    """Return the most even split that sets only the numbers of layers of the first and last rank."""
     plain = Split(layers, ranks, chunks)
     # None leaves the number to Megatron. A number must be a multiple of the rank's chunks.
     counts = (None, *range(chunks, layers, chunks))

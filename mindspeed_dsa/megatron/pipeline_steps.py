@@ -1,7 +1,7 @@
-"""Events of a pipeline schedule: steps, forwards and backwards, each with its chunk and microbatch.
+"""Callbacks for the steps, forwards and backwards of a pipeline schedule, with chunk and microbatch.
 
-Features that follow a schedule subclass :class:`Follower` and decorate Megatron's functions with the
-``follow_*`` functions below. Code that computes weight gradients separately reports it with :func:`noted`.
+A feature subclasses :class:`Follower` and decorates Megatron's functions with the ``follow_*`` functions
+below. Features that compute weight gradients apart from the backward report this with :func:`noted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Decorator = Callable[[_Function, Context[Any]], _Function]
 
 
 class Follower:
-    """Observer of everything that a followed step runs; one per session.
+    """Base class with callbacks for every forward and backward of a training step; one instance per session.
 
     Args:
         megatron: session's Megatron.
@@ -43,17 +43,17 @@ class Follower:
         """Called when the followed step is done."""
 
     def before(self, events: Sequence[Event]) -> None:
-        """Called before a forward, a backward, both in one block, or a backward's weight gradients."""
+        """Called before a forward, a backward, a combined pair, or deferred weight gradients."""
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Return a context around a forward; in a forward-backward pair it covers the backward too."""
+        """Return a context entered around a forward; around the whole call if that includes a backward."""
         return contextlib.nullcontext()
 
     def after(self, events: Sequence[Event]) -> None:
-        """Called after the events, when the host has launched them."""
+        """Called after the host has launched the events' kernels; they may still be running."""
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule, and follow it if it trains."""
+        """Call a schedule, with :meth:`begins` and :meth:`ends` around it if it trains."""
         if step.get("forward_only", False) or not self.begins(step):
             return schedule(*args, **step)
         self.following = True
@@ -69,14 +69,14 @@ class Follower:
         return result
 
     def remember(self, output: Any, event: Event) -> None:
-        """Record the forward event of an output. Its backward is called with the same object."""
+        """Record which forward event produced ``output``. Its backward is called with the same object."""
         for tensor in output if isinstance(output, (list, tuple)) else [output]:
             if tensor is not None:
                 # The stored tensor keeps its id from being reused.
                 self._outputs[id(tensor)] = (tensor, event.chunk, event.microbatch)
 
     def backward_of(self, output: Any, pair: int | None = None) -> Event:
-        """Return the backward event that starts from an output."""
+        """Return the backward event for an output recorded by :meth:`remember`."""
         tensors = output if isinstance(output, (list, tuple)) else [output]
         _, chunk, microbatch = next(
             self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs
@@ -89,7 +89,7 @@ _followers: ContextVar[tuple[Follower, ...]] = ContextVar("followers of a step",
 
 @contextlib.contextmanager
 def noted(event: Event) -> Iterator[None]:
-    """Report to all followers an event that is not one of Megatron's calls."""
+    """Report the block to all followers as ``event``; for work outside of the decorated functions."""
     for follower in _followers.get():
         follower.before([event])
     yield
@@ -114,7 +114,7 @@ def decorators(follower: Callable[[Context[Any]], Follower]) -> tuple[_Decorator
 
 
 def follow_steps(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``get_forward_backward_func``: the follower runs the schedule."""
+    """Decorate ``get_forward_backward_func``: run the returned schedule through :meth:`Follower.run`."""
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = original(*args, **kwargs)
@@ -167,7 +167,7 @@ def follow_backwards(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_pairs(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``combined_forward_backward_step``, one of whose halves may be missing: report the pair."""
+    """Decorate ``combined_forward_backward_step``; either its forward or its backward may be missing."""
     parameters = signature(original)
     pairs = 0
 

@@ -80,7 +80,7 @@ def recomputes_shared_experts(moe_layer: Any) -> bool:
 
 @cache
 def transformer_engine(megatron: Megatron) -> Any:
-    """Return Megatron's Transformer Engine module, or ``None`` if it cannot be imported."""
+    """Return Megatron's extension module for Transformer Engine, or ``None`` if it cannot be imported."""
     try:
         return megatron("core.extensions.transformer_engine")
     except ImportError:  # before 0.13
@@ -91,6 +91,6 @@ def transformer_engine(megatron: Megatron) -> Any:
 
 
 def forget_shards(bucket_group: Any) -> None:
-    """Drop a bucket group's cached shard views (since 0.14); it creates new ones from its buckets."""
+    """Drop a bucket group's cached shard views (since 0.14), so that it creates new ones from its buckets."""
     if hasattr(bucket_group, "cached_param_buffer_shard_list"):
         bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)

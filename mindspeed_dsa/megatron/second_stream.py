@@ -2,8 +2,8 @@
 
 Backward needs little extra code: autograd runs a node on the stream of its forward, and makes streams wait
 for each other's gradients. Weight gradients are the exception, because no stream waits for a gradient that a
-hook later reads from the parameter. The nodes that accumulate weight gradients are therefore created on the
-first stream, and autograd makes it wait for the second.
+hook later reads from the parameter. Their ``AccumulateGrad`` nodes are therefore created on the first stream,
+and autograd makes the first stream wait for the second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_worth(streams: Streams, states: Tensor) -> bool:
 
 
 def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Prevent reuse of tensors' memory before a stream that did not allocate them is done with it."""
+    """Call ``record_stream``: keep the tensors' memory until another stream's work on it is done."""
     platform = platforms.current()
     for tensor in tensors:
         if tensor.device.type == platform.device_type:
@@ -44,7 +44,7 @@ def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
 
 
 class Started:
-    """Tensors that are being computed on the second stream."""
+    """Handle of tensors that are being computed on the second stream."""
 
     def __init__(self, tensors: tuple[Tensor, ...], done: Any) -> None:
         self._tensors, self._done = tensors, done
@@ -58,11 +58,11 @@ class Started:
 
 
 def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: nn.Module) -> Started:
-    """Compute on the second stream, after the work that the current stream has been given so far.
+    """Run ``compute`` on the second stream, after all work submitted to the current stream so far.
 
     Args:
         compute: function that reads only ``states``, the modules' weights, and data older than this step.
-        states: tensor of the current stream.
+        states: input tensor, computed on the current stream.
         modules: modules whose weights may still be gathered for the current stream.
     """
     for module in modules:
@@ -86,7 +86,7 @@ def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: n
 
 
 def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
-    """Create the accumulation nodes of weight gradients on the current stream, unless they exist."""
+    """Create the weights' ``AccumulateGrad`` nodes on the current stream, unless they exist."""
     if not torch.is_grad_enabled():
         return []
     return [

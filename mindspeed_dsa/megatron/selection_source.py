@@ -1,18 +1,18 @@
-"""Exchange of key selections between the layers of a forward, and with recorders and replays.
+"""Exchange of key selections: between layers that share them, and with features that record or replay them.
 
-A core attention asks the sources of its layer (:func:`sources_of`) for selected keys. It attends to the
-selection of the first source that has one, else to the indexer's, and reports the selection to all sources.
-The sources are
+Core attention asks the sources of its layer (:func:`sources_of`) for selected keys. It uses the selection of
+the first source that has one, else the indexer's selection, and reports its choice to all sources. The
+sources are
 
-* for a layer that shares: the selection of the nearest computing layer below. Layers of a chunk run in order,
-  so
-  there is one selection at a time: a computing layer stores it, and the last layer that reads it releases it;
-* the sources of the current :class:`Microbatch`, which a schedule follower sets before each forward.
+* for a layer that shares: the selection of the nearest layer below with an indexer. Layers of a chunk run in
+  order, so only one selection is stored at a time. The last layer that reads it releases it;
+* the ``source`` and ``sink`` of the current :class:`Microbatch`, which the record and replay feature sets
+  before each forward.
 
 Recomputation breaks the order. A sharing layer runs again in backward, before the layer that it shares with,
-and while other microbatches are in flight. A checkpointed function therefore carries its microbatch and the
-selection that one of its layers has read (:class:`Carrying`). It drops them when it runs again, because
-autograd keeps the function as long as the graph.
+and while other microbatches are in flight. A checkpointed function therefore keeps its microbatch and the
+selection that one of its layers has read (:class:`Carrying`). It drops both when it runs again, because
+autograd keeps the function alive as long as the graph.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerRows:
 
     Attributes:
         layer: layer number; 0 if unknown.
-        find_runs: function that returns the runs of the tokens, on the host.
+        find_runs: function that splits the tokens into :class:`RowRun` entries, with numbers on the host.
         batch: number of sequences in the microbatch.
         rows: number of query tokens per sequence on this rank.
         keys: number of keys per sequence.
@@ -79,10 +79,10 @@ class Chosen:
     """Keys that query tokens attend to: all visible keys, or ``topk`` of them.
 
     Attributes:
-        topk_indices: ``[batch, rows, topk]`` int32 with -1 at the end; one tensor for all tokens, or one per
-            run with ``by_run``. Values are key positions in the sequence, or relative to the run's first key.
-            ``None`` means that tokens attend to all visible keys.
-        by_run: whether there is one tensor per run.
+        topk_indices: ``[batch, rows, topk]`` int32, padded with -1 at the end; one tensor for all tokens, or
+            one per run with ``by_run``. Values are key positions in the sequence, or relative to the run's
+            first key. ``None`` means that tokens attend to all visible keys.
+        by_run: whether ``topk_indices`` has one tensor per :class:`RowRun` instead of one for all tokens.
         missing: ``[batch, rows]`` bool, tokens for which the indexer must select; ``None`` for none.
         is_shared: whether a layer below selected the keys. This layer's indexer then has no loss, and the
             selection is not reported to sources.
@@ -95,13 +95,13 @@ class Chosen:
 
     @property
     def of_all_rows(self) -> Tensor:
-        """Selection of all tokens. Requires that they do not attend to all visible keys."""
+        """Indices of all tokens, as one tensor. An error if the tokens attend to all visible keys."""
         (topk_indices,) = self.topk_indices
         assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
         return topk_indices
 
     def to(self, device: torch.device) -> Chosen:
-        """Move to a device."""
+        """Return a copy with all tensors on a device."""
         if device.type == "cpu":
             return self
         indices = tuple(None if tensor is None else tensor.to(device) for tensor in self.topk_indices)
@@ -109,7 +109,7 @@ class Chosen:
         return replace(self, topk_indices=indices, missing=missing)
 
     def without(self, runs: Sequence[RowRun]) -> Chosen:
-        """Leave the tokens of some runs to the indexer."""
+        """Return a copy in which the tokens of ``runs`` are missing: the indexer selects for them."""
         if not runs:
             return self
         shape = self.of_all_rows.shape[:2]
@@ -119,12 +119,13 @@ class Chosen:
         return replace(self, missing=missing)
 
     def of(self, rows: slice, low: int = 0, keys: int | None = None) -> Chosen:
-        """Return the selection of some tokens.
+        """Return the selection of a slice of the tokens, with key positions relative to ``low``.
 
         Args:
             rows: slice of the tokens.
-            low: key position that becomes 0.
-            keys: number of keys from there; ``None`` keeps the width.
+            low: first key position of the tokens' document.
+            keys: number of visible keys from ``low`` on, an upper bound of the returned ``topk``; ``None``
+                keeps ``topk``.
         """
         if self.topk_indices == (None,):
             return self
@@ -144,7 +145,7 @@ class Chosen:
 
 
 class SelectionSource:
-    """Provider of selections, or observer of the selections that layers use.
+    """Base class of providers of selections, and of observers of the selections that layers use.
 
     Attributes:
         asked: whether a layer has asked for its keys, or has reported its selection.
@@ -157,23 +158,23 @@ class SelectionSource:
         return None
 
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
-        """Observe the keys that a layer's tokens attended to.
+        """Called after attention with the keys that the layer's tokens attended to.
 
         Args:
             rows: layer's tokens.
-            chosen: selected keys, for fewer tokens than the layer has if the last ones are padding.
-            mass_of: function from a selection of all tokens to each key's share of its token's attention,
-                ``[batch, rows, topk]`` fp32. Call it on all tensor parallel ranks or on none.
+            chosen: selected keys. Padding tokens at the end may be left out.
+            mass_of: function from ``topk_indices`` of all tokens to the attention probability of each
+                selected key, ``[batch, rows, topk]`` fp32. Call it on all tensor parallel ranks or on none.
         """
 
 
 @dataclass
 class Microbatch:
-    """Microbatch in one forward of the model, or of a pipeline chunk.
+    """Microbatch that the model, or one pipeline chunk, currently processes in forward.
 
     Attributes:
-        source: provider of its selections; ``None`` means that indexers select.
-        sink: observer of its selections, or ``None``.
+        source: provider of the microbatch's selections; ``None`` means that indexers select.
+        sink: observer of the microbatch's selections, or ``None``.
         tokens: this rank's token ids ``[batch, rows]``, available from the model's first stage on.
     """
 
@@ -190,9 +191,9 @@ class Place:
     """Role of one layer in the sharing of selections.
 
     Attributes:
-        name: layer's name, for messages and as the key of its selection.
-        source: name of the layer whose selection it uses; its own name if it computes.
-        hands_on: whether layers above use its selection.
+        name: layer's name, for messages and to identify its selection.
+        source: name of the layer that selects keys for this layer; equal to ``name`` if it has an indexer.
+        hands_on: whether layers above use the selection of this layer.
         is_last: whether no layer above uses the same selection.
         repeats: whether the layer runs several times in one forward and selects only the first time.
     """
@@ -210,7 +211,7 @@ class Place:
 
 
 def place_of(attention: Any) -> Place | None:
-    """Return the place of a ``DSAttention``, or ``None`` in a model without sharing."""
+    """Return the role of a ``DSAttention`` in sharing, or ``None`` in a model without sharing."""
     place: Place | None = vars(attention).get(PLACE)
     return place
 
@@ -222,7 +223,7 @@ class Selected:
     Attributes:
         source: layer's name.
         topk_indices: see :class:`Chosen`, of any int dtype.
-        by_run: whether there is one tensor per run.
+        by_run: whether ``topk_indices`` has one tensor per :class:`RowRun`.
         lengths: ``[batch, rows]``, number of valid leading entries, if Megatron's kernels return it.
         reads: number of times that layers have read the selection.
     """
@@ -281,7 +282,7 @@ class Selections:
 
 @dataclass
 class _Below(SelectionSource):
-    """Selection of a layer below, for a layer with a place in sharing."""
+    """Source that provides the selection of a layer below, and stores a computing layer's selection."""
 
     place: Place
     selections: Selections
@@ -304,7 +305,7 @@ _current: ContextVar[Selections | None] = ContextVar("_current", default=None)
 
 
 def current() -> Selections:
-    """Return the holder of this thread, or of the recomputation that it runs."""
+    """Return this thread's :class:`Selections`; inside a recomputation, the recomputation's own."""
     holder = _current.get()
     if holder is None:
         holder = Selections()
@@ -337,7 +338,7 @@ def sources_of(attention: Any) -> list[SelectionSource]:
 
 @contextmanager
 def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -> Iterator[None]:
-    """Run the block as part of an earlier forward, without affecting the running one.
+    """Run the block with the selections of an earlier forward, leaving the running forward's unchanged.
 
     Args:
         latest: selection that layers of that forward have read.
@@ -353,10 +354,10 @@ def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -
 
 
 class Carrying:
-    """Checkpointed function with the selection that its layers read.
+    """Function wrapper for checkpointing: the second call sees the same selection as the first.
 
     Args:
-        function: function that is called once in forward and once in backward, with the same selection.
+        function: function that is called once in forward and once in backward.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -365,10 +366,10 @@ class Carrying:
         self._microbatch: Microbatch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function.
+        """Call the function, the second time with the selection of the first call.
 
         Raises:
-            RuntimeError: its layers share or replay a selection, and were already recomputed once.
+            RuntimeError: the function's layers share or replay a selection, and were already recomputed once.
         """
         if self._is_spent:
             raise RuntimeError(

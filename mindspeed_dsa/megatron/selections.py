@@ -1,4 +1,4 @@
-"""Rule that decides which layers select keys and which share the selection of a layer below.
+"""Rule that decides which layers select keys and which reuse the selection of a layer below.
 
 Since GLM-5.2 one indexer serves several layers. A *computing* layer scores and selects keys. The *sharing*
 layers above it, up to the next computing one, attend to the same keys and have no indexer. The rule is
@@ -24,7 +24,7 @@ COMPUTES, SHARES = "CF", "S"
 
 @dataclass(frozen=True)
 class Sharing:
-    """Layers that select keys, among decoder and multi-token prediction layers.
+    """Model's configuration of which decoder and multi-token prediction layers select keys.
 
     Attributes:
         frequency: period of computing layers after the offset: 4 means every fourth layer.
@@ -152,13 +152,13 @@ class Sharing:
         return None
 
     def _near(self, layer: int) -> list[int]:
-        """Return the nearest computing layers below and above a sharing one."""
+        """Return the nearest computing layers below and above a sharing layer."""
         above = next((n for n in range(layer + 1, layer + 1 + 4 * self.frequency) if self.computes(n)), None)
         return [self.source(layer)] + ([] if above is None else [above])
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
-    """Yield ascending numbers, abbreviated if their steps are equal: ``1-3``, ``7, 11, ..., 75``."""
+    """Yield texts for ascending numbers, abbreviating equal steps: ``1-3``, ``7, 11, ..., 75``."""
     start = 0
     while start < len(numbers):
         last = start + 1

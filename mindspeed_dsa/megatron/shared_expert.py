@@ -1,6 +1,7 @@
 """Postponed execution of the shared expert, so that it overlaps with other work.
 
-Megatron's steps pass its output on before it is needed, so a placeholder is passed until it is computed.
+Megatron passes the shared expert's output through several steps before it adds it. Here a placeholder
+(:class:`SharedOutput`) is passed instead, and the shared expert runs later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mindspeed_dsa.feature import Megatron
 
 
 class SharedOutput:
-    """Placeholder for the shared expert's output, in steps that only pass it on.
+    """Placeholder for the shared expert's output, passed through Megatron's steps until they add it.
 
     Args:
         compute: function that runs the shared expert.
@@ -32,17 +33,17 @@ class SharedOutput:
 
     @property
     def tensor(self) -> Tensor:
-        """The output. :meth:`compute` must run before the last of Megatron's steps, which adds it."""
+        """Shared expert's output; available after :meth:`compute`."""
         assert self._output is not None
         return self._output
 
     def __radd__(self, routed: Tensor) -> Tensor:
-        """Add the output to the routed experts' output, as the last of Megatron's steps does."""
+        """Return ``routed + output``: Megatron adds the placeholder to the routed experts' output."""
         return routed + self.tensor
 
 
 def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2, until the result is closed."""
+    """Call ``between`` right before fc2 of a ``MoELayer``'s shared expert, until the stack is closed."""
     # A recomputed shared expert is left alone: its forward runs twice, and `between` must run once.
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)

@@ -1,7 +1,8 @@
-"""Hooks for features inside a transformer layer whose forward a schedule runs in pieces.
+"""Callbacks for features when a schedule runs a transformer layer's forward in pieces.
 
-A feature that decorates ``TransformerLayer.forward`` is not called by a schedule that runs layers in pieces.
-For each such layer the feature registers its work around a forward here, and the schedule calls it.
+A piece is a part of a layer's forward between two points where the schedule switches to another microbatch:
+for example attention and router, or the experts. A schedule that runs layers in pieces does not call
+``TransformerLayer.forward``, so a feature that decorates it registers its callbacks here instead.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 
 class Pass:
-    """Work of one feature around a forward of a layer in pieces."""
+    """Callbacks of one feature for one forward of a layer that runs in pieces."""
 
     def piece(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context around a piece."""
+        """Return a context that the schedule enters around each piece."""
         return contextlib.nullcontext()
 
     def ends(self, output: Tensor) -> None:
@@ -31,12 +32,12 @@ _begins: WeakKeyDictionary[Any, list[Begin]] = WeakKeyDictionary()
 
 
 def follow(layer: Any, begin: Begin) -> None:
-    """Call ``begin`` for each forward of this layer in pieces. It must not refer to the layer."""
+    """Call ``begin`` at the start of each forward in pieces. It must hold no reference to the layer."""
     _begins.setdefault(layer, []).append(begin)
 
 
 class Passes(Pass):
-    """Work of all features around a forward of a layer in pieces."""
+    """Callbacks of all features for one forward of a layer that runs in pieces."""
 
     def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
         self._passes = [begin(layer, hidden, others) for begin in _begins.get(layer, ())]
@@ -70,23 +71,23 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Companion:
-    """Feature state of one forward that a dispatcher carries through its steps, tensors included."""
+    """Feature's state, with tensors, of one forward that a token dispatcher carries through its steps."""
 
     def leave_router(self, cut: Cut) -> None:
-        """Cut tensors that the experts' piece reads. Called while the dispatch is in flight."""
+        """Apply ``cut`` to tensors that the experts' piece reads. Called while the dispatch is in flight."""
 
     def enter_experts(self) -> None:
         """Add autograd nodes before the experts' piece; their backward runs after the piece's."""
 
     def leave_experts(self, cut: Cut) -> None:
-        """Cut tensors that are read after the combine. Called while the combine is in flight."""
+        """Apply ``cut`` to tensors that are read after the combine. Called while the combine is in flight."""
 
 
 _COMPANION, _IN_PIECES = "_mindspeed_dsa_companion", "_mindspeed_dsa_in_pieces"
 
 
 def accompany(dispatcher: Any, companion: Companion | None) -> None:
-    """Attach a companion, or none, to a dispatcher, which serves one forward at a time."""
+    """Attach a companion to a dispatcher for the current forward; ``None`` removes it."""
     setattr(dispatcher, _COMPANION, companion)
 
 
@@ -97,13 +98,13 @@ def companion_of(dispatcher: Any) -> Companion | None:
 
 
 def in_pieces(dispatcher: Any) -> bool:
-    """Return whether a schedule runs the dispatcher's layer in pieces, and calls its companion."""
+    """Return whether the current call runs in pieces, so that the schedule calls the companion."""
     return getattr(dispatcher, _IN_PIECES, False)
 
 
 @contextlib.contextmanager
 def running_in_pieces(dispatcher: Any) -> Iterator[None]:
-    """Mark the block as the piece before the experts."""
+    """Make :func:`in_pieces` return True in the block, the piece before the experts."""
     setattr(dispatcher, _IN_PIECES, True)
     try:
         yield

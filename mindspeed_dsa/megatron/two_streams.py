@@ -21,14 +21,16 @@ _SHARED_ELSEWHERE = ("moe_alltoall_overlap_comm", "moe_batch_overlap")
 
 @dataclass(frozen=True)
 class Streams:
-    """Choice of work for a second stream.
+    """Options that decide which work runs on a second device stream.
 
     Attributes:
         second: whether a second stream is used.
         least_tokens: smallest microbatch, in tokens, for the second stream; ``None`` means the platform's
             default.
-        pairs: whether a schedule that runs layers in pieces uses the second stream itself.
-        shared_elsewhere: flag of the feature that runs the shared expert during transfers, or empty.
+        pairs: whether the forward-backward overlap schedule (``--moe-fb-overlap``) is on; it uses the second
+            stream itself.
+        shared_elsewhere: flag of a feature that runs the shared expert on the first stream, during expert
+            parallel communication; empty if none is on.
     """
 
     second: bool = False
@@ -38,7 +40,7 @@ class Streams:
 
     @classmethod
     def of(cls, settings: Any) -> Streams:
-        """Build from resolved settings."""
+        """Build the options from resolved settings."""
         elsewhere = [name for name in _SHARED_ELSEWHERE if getattr(settings, name, False)]
         return cls(
             second=bool(getattr(settings, "two_streams", False)),

@@ -1,6 +1,6 @@
 """Patches for Megatron modules that fail if Transformer Engine is missing.
 
-Several features use these modules in different jobs. Imports neither torch nor Megatron.
+They are shared by several features. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
