@@ -82,10 +82,10 @@ def token_ids(tokenizer: str | None) -> dict[str, int | list[int] | None]:
     if any(key in said for key in TOKENS):  # of a model's own folder
         return {key: value for key in TOKENS if _are_ids(value := said.get(key))}
     added = content.get("added_tokens")
-    ids = {each.get("content"): each.get("id") for each in added or () if isinstance(each, dict)}
-    for number, each in dict(words.get("added_tokens_decoder") or {}).items():
-        if isinstance(each, dict) and number.isdecimal():
-            ids[each.get("content")] = int(number)
+    ids = {token.get("content"): token.get("id") for token in added or () if isinstance(token, dict)}
+    for number, token in dict(words.get("added_tokens_decoder") or {}).items():
+        if isinstance(token, dict) and number.isdecimal():
+            ids[token.get("content")] = int(number)
     tokens = {key: words.get(key.removesuffix("_id")) for key in TOKENS}
     named = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
     return {

@@ -1,4 +1,4 @@
-"""Keys of a written ``config.json`` that other programs read, and what they take where a key is missing.
+"""Keys of a written ``config.json`` that other programs read, and their defaults where a key is missing.
 
 A model without one of these keys loads here, and is another model elsewhere: without ``scoring_func`` for
 example an engine scores experts by a softmax. A written configuration has all of them.
@@ -59,7 +59,7 @@ KEYS = (
     Key("index_topk_pattern", _SHARING, {"vLLM": None, "SGLang": None, "TensorRT-LLM": None}),
     Key("use_index_cache", _SHARING, {"vLLM": False}),
 )
-"""Defaults of transformers are those of DeepSeek-V3's class."""
+"""Rows of the contract; transformers' defaults are from its DeepSeek-V3 class."""
 
 
 def lacking(config: Mapping[str, Any]) -> Iterator[str]:

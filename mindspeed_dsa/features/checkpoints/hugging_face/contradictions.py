@@ -66,7 +66,7 @@ def layer_of(name: str) -> int:
 
 
 def layers_beyond(names: Iterable[str], shape: Shape, predictions: int) -> str:
-    """Return a message on layers of the files after those of the configuration; empty: there are none.
+    """Return a message on layers that the configuration does not mention; empty: there are none.
 
     Args:
         names: tensors of these layers.

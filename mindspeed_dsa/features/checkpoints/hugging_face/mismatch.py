@@ -372,7 +372,7 @@ class Mismatch:
         indexers: numbers, from 1, of the layers whose indexers the files lack.
         predictions: number of multi-token prediction layers that only the files have.
         idle: numbers, from 1, of the layers that share a selection and have an indexer in the files.
-        beyond: message on layers after those of the configuration; empty: there are none.
+        beyond: message on layers that the configuration does not mention; empty: there are none.
     """
 
     missing: tuple[str, ...]

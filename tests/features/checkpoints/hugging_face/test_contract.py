@@ -143,6 +143,19 @@ def test_an_iteration_that_megatron_does_not_have_stays_with_the_model() -> None
     assert name not in config_of(job(two, "0.16.1"), "0.16.1", WHO, vocabulary=1000, like=like)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("shared", [{}, {"index_topk_pattern": "FFSFSS"}], ids=str)
+def test_the_class_rotates_as_the_key_says(kind: str, shared: Any, interleaved: bool) -> None:
+    """transformers decides by the class, and engines by the key."""
+    read = arguments_of({**config(kind, **shared), "indexer_rope_interleave": interleaved}, WHERE)
+    found = config_of(job(read, "0.16.1"), "0.16.1", WHO, vocabulary=1000)
+    assert found["model_type"] == ("glm_moe_dsa" if interleaved else "deepseek_v32")
+    assert found["indexer_rope_interleave"] is interleaved
+    again = arguments_of(found, WHERE)
+    assert {**again, "dsa_indexer_rotate_activation": None} == {**read, "dsa_indexer_rotate_activation": None}
+
+
 # -- the model that training began with, and the tokenizer -----------------------------------------
 
 

@@ -32,7 +32,7 @@ COMMON: dict[str, Any] = {
 }
 """Megatron's arguments that have the same value for every architecture."""
 ABSENT = (
-    *("mlp_bias", "swiglu_limit", "use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("mlp_bias", "swiglu_limit", "attn_logit_softcapping", "final_logit_softcapping"),
     *("sliding_window", "attention_chunk_size", "linear_attn_config", "compress_ratios"),
     *("add_attention_sink", "attention_sink", "attention_sinks", "use_attention_sinks"),
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
