@@ -1,4 +1,4 @@
-"""Selection of N layers of a pipeline stage, spread evenly over its virtual pipeline chunks.
+"""Selection of the N layers of a pipeline stage to which a memory feature applies, over all its chunks.
 
 Imports neither torch nor Megatron.
 """
@@ -26,8 +26,9 @@ class LayerOptions:
     Attributes:
         switched_on: state of the feature's own switch.
         num_layers: number of layers per pipeline stage; ``None`` selects all layers.
-        follows_pieces: whether ``--moe-fb-overlap`` runs layers in pieces. Our schedule then enters the
-            contexts registered in ``megatron/split_layers.py`` around each piece.
+        follows_pieces: whether ``--moe-fb-overlap`` is on, under which a layer's forward runs as several
+            separate calls. Our schedule then enters the contexts registered in ``megatron/split_layers.py``
+            around each of these calls.
     """
 
     switched_on: bool
@@ -36,7 +37,7 @@ class LayerOptions:
 
     @classmethod
     def from_settings(cls: type[_Options], settings: Any, switch: str, **own: Any) -> _Options:
-        """Build the options from resolved settings or from parsed arguments.
+        """Build the options of a derived class from resolved settings or parsed arguments.
 
         Args:
             settings: object with one attribute per ``dest``.
@@ -52,7 +53,7 @@ class LayerOptions:
 
 
 def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
-    """Yield an error for an invalid number of layers, or for a schedule that bypasses the layer's forward.
+    """Yield an error for an invalid number of layers, or for a schedule that never calls ``layer.forward``.
 
     Args:
         args: parsed arguments or a model configuration.
@@ -75,7 +76,7 @@ def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
 
 
 def rows(module: str, versions: str) -> tuple[Patch, ...]:
-    """Return the patches that select layers when a block is constructed.
+    """Return the patches that select layers when Megatron constructs a transformer or MTP block.
 
     Args:
         module: name of the module that defines ``choose_in_block`` and ``choose_in_mtp``, built from the

@@ -14,9 +14,9 @@ from mindspeed_dsa.megatron.configuration import argument
 
 
 def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
-    """Return a rule that activates a feature by its switch or by any of its options.
+    """Return a predicate on settings that is true if a feature's switch or any of its options is set.
 
-    An option without its switch activates the feature too, so that validation can reject it.
+    An option without its switch activates the feature too, so that the feature's validation can reject it.
 
     Args:
         switch: ``dest`` of the switch.
@@ -32,17 +32,17 @@ def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
 
 
 def any_of(*rules: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a rule that is true when any of ``rules`` is."""
+    """Return a predicate that is true when any of ``rules`` is."""
     return lambda settings: any(rule(settings) for rule in rules)
 
 
 def is_given(option: str) -> Callable[[Any], bool]:
-    """Return a rule that is true when an option is set."""
+    """Return a predicate that is true when an option is set."""
     return lambda settings: getattr(settings, option, None) is not None
 
 
 def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
-    """Return ``rule`` restricted to runs without ``feature``, which must be resolved earlier."""
+    """Return a predicate: ``rule`` is true, and ``feature``, which must be resolved earlier, is off."""
     return lambda settings: rule(settings) and feature not in settings.features_on
 
 
@@ -95,7 +95,7 @@ MOVED_STATE: tuple[Row, ...] = (
 
 
 def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
-    """Yield the conflicts of a feature that moves optimizer state and supports Adam only."""
+    """Yield argument conflicts of a feature that relocates optimizer state and supports Adam only."""
     yield from check_arguments(args, flag, MOVED_STATE)
     yield from check_weight_shards(args, flag)
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
@@ -121,9 +121,9 @@ def check_optimizer(args: Any, flag: str, known: Sequence[str], why: str) -> Ite
 
 
 def check_weight_shards(args: Any, flag: str) -> Iterator[str]:
-    """Yield an error if weights have more shards than there are tensor parallel ranks.
+    """Yield an error if weights are split into more shards than there are tensor parallel ranks.
 
-    Since Megatron-core 0.19, modules gather these extra weight shards themselves.
+    Since Megatron-core 0.19 this is possible: modules gather the additional shards before use.
     """
     ranks = argument(args, "tensor_model_parallel_size") or 1
     for kind, whole in (("", ranks), ("expert_", argument(args, "expert_tensor_parallel_size") or ranks)):

@@ -1,11 +1,11 @@
-"""Storage for optimizer state outside the optimizer's own allocation: relocated moments, freed masters.
+"""Optimizer state in memory that the optimizer did not allocate: relocated moments, freed master weights.
 
-Relocated moments work with every Adam that Megatron builds. torch, Apex and Transformer Engine all name them
-``exp_avg`` and ``exp_avg_sq``, and create them in the first step only for parameters without state. A state
-that is created before the first step therefore decides where the moments are stored.
+Moments can be relocated for every Adam that Megatron builds. torch, Apex and Transformer Engine all name them
+``exp_avg`` and ``exp_avg_sq``, and in the first step allocate them only for parameters without state. So it
+suffices to fill the state with our own tensors before the first step.
 
-A master weight whose values are stored elsewhere stays as a tensor without memory, because Megatron and the
-optimizer use the tensor as a key, for example of the optimizer's state. See :class:`FreedStorage`.
+If the values of a master weight are stored elsewhere, its tensor remains, but without memory. Megatron and
+the optimizer use the tensor as a key, for example into the optimizer's state. See :class:`FreedStorage`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Moments:
         optimizer: inner torch-style optimizer, not Megatron's wrapper.
         places: preallocated fp32 ``(exp_avg, exp_avg_sq)`` per parameter, zeroed, shard-shaped under
             sharding. Parameters not listed keep the optimizer's default allocation.
-        write: ``write(place, values)``, replacement for ``Tensor.copy_`` on memory that it cannot write.
+        write: ``write(target, values)``, replacement for ``Tensor.copy_`` if that cannot write this memory.
 
     Attributes:
         optimizer: inner optimizer.
@@ -96,7 +96,7 @@ class Moments:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Make the optimizer's ``load_state_dict`` copy moments straight to their places."""
+        """Make the optimizer's ``load_state_dict`` copy moments directly into the preallocated tensors."""
         # torch's method first copies all of them to the device of the parameters.
         load = partial(self._load, self.optimizer.load_state_dict)
         with replaced(self.optimizer, "load_state_dict", load):
@@ -182,17 +182,17 @@ class StateWithMoments(OptimizerState):
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Load the state with moments copied to their places, not to the device first."""
+        """Load the state, copying moments directly into the preallocated tensors."""
         self.moments.begin_all()  # otherwise Megatron allocates moments on the device
         with self.moments.loading():
             return call()
 
 
 class FreedStorage:
-    """Placeholder for values that are stored elsewhere: one NaN per device, expanded to every freed tensor.
+    """Placeholder memory for tensors whose values are stored elsewhere: one NaN per device, expanded.
 
-    Freed tensors keep their shape and device. Reading one gives NaN, and writing raises torch's error, so
-    no stray access goes unnoticed.
+    Freed tensors keep their shape and device. To reveal accidental accesses, reading gives NaN, and writing
+    raises an error.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Inputs of recomputed multi-token prediction layers: tensors are saved, other objects are captured.
+"""Fixes for recomputed multi-token prediction layers: only tensors are passed to the checkpoint function.
 
 Reentrant checkpointing saves its positional inputs for backward, and autograd can save only tensors and
-``None``. Other inputs are captured in a closure. Megatron's decoder layers do the same, and so do its
-multi-token prediction layers since 0.18.
+``None``. Other inputs are captured in a closure. Megatron does the same for decoder layers, and since 0.18
+for multi-token prediction layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 def take_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of 0.18 to accept a padding mask.
 
-    The method that it checkpoints, ``_proj_and_transformer_layer``, takes one, so the mask is bound there.
+    The mask is bound to the checkpointed method, ``_proj_and_transformer_layer``, which accepts one.
 
     Args:
         original: Megatron's method. It takes the inputs by name except ``padding_mask``, bool

@@ -1,4 +1,4 @@
-"""Recompute of the activation function between fc1 and fc2, right before fc2's backward reads its output."""
+"""Recompute of MLP activation functions: outputs are freed in forward, recomputed for fc2's backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def recompute_in_mlp(original: Callable[..., Any], context: Context[ActivationOp
 
 
 class _Observed(AttributeOverride):
-    """MLP proxy that builds no graph between fc1 and fc2, and feeds fc2 the recomputed node."""
+    """MLP proxy that runs the activation without a graph and gives fc2 an output that can be recomputed."""
 
     def __init__(
         self,

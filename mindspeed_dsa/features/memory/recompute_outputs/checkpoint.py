@@ -53,7 +53,7 @@ class RandomStates:
         self._states = self._random._get_all_rng_states()
 
     def are_current(self) -> bool:
-        """Return whether no random number was drawn since the snapshot; false if that is undecidable."""
+        """Return whether certainly no random number was drawn since the snapshot."""
         return _equal(self._states, self._random._get_all_rng_states())
 
     @contextlib.contextmanager
@@ -75,15 +75,15 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 class CheckpointWithoutOutput:
-    """Replacement for Megatron's class of the same name, with the same interface.
+    """Replacement for Megatron's ``CheckpointWithoutOutput``, with the same interface.
 
-    It differs in four points:
+    It differs from Megatron's class in four points:
 
     * Random states are kept and restored only if the function drew random numbers.
     * Outputs stay in memory if no input needs a gradient, or if their storage is shared with an input or
       only partly covered.
-    * The recomputed output exists once while the consumer reads it, and not at all afterwards.
-    * The recomputed bytes can be verified.
+    * The recomputed output is never in memory twice, and is freed once the consumer's backward has read it.
+    * The recomputed output can be compared with the original, byte by byte.
 
     Args:
         megatron: Megatron package whose random generators are restored.
@@ -121,7 +121,7 @@ class CheckpointWithoutOutput:
         args: Sequence[Tensor | None],
         states: RandomStates,
     ) -> Any:
-        """Attach outputs that were computed without a graph to a node that can recompute them.
+        """Connect outputs, which were computed without a graph, to an autograd node that can recompute them.
 
         Args:
             run_function: function of ``args`` that computes ``outputs`` again.
@@ -140,7 +140,7 @@ class CheckpointWithoutOutput:
 
         Args:
             hook_tensor: tensor computed from the outputs. The gradients of other tensors computed from the
-                outputs must come later than its gradient.
+                outputs must be computed later than the gradient of ``hook_tensor``.
         """
         pending, self._pending = self._pending, None
         # Without a gradient nothing was saved, and no hook would restore the outputs.
@@ -175,7 +175,7 @@ class _Pending:
         self._outputs: list[_Output] = []
 
     def created(self, ctx: Any, outputs: Sequence[Tensor]) -> None:
-        """Register the autograd node and its outputs, which have no graph yet."""
+        """Store the autograd node and its outputs; decide which outputs may be freed."""
         self._ctx = ctx
         taken = {arg.untyped_storage().data_ptr() for arg in ctx.saved if arg is not None}
         for output in outputs:
@@ -193,7 +193,7 @@ class _Pending:
             output.discard(self._verify)
 
     def recompute(self, _: Tensor) -> None:
-        """Recompute the outputs, with a graph for the backward that follows the consumer's gradient."""
+        """Recompute the outputs with a graph, once the consumer's gradient is available."""
         if self._ctx is None:
             raise RuntimeError(
                 f"mindspeed_dsa: {self._where}: a second backward through a recomputed output; use one "
@@ -220,7 +220,7 @@ class _Pending:
 
 
 class _Output:
-    """Storage of one output, referenced here until it is refilled."""
+    """Storage of one output: freed by ``discard``, filled again by ``refill``, then no longer referenced."""
 
     def __init__(self, output: Tensor, may_go: bool) -> None:
         # Once refilled, only the consumers that saved the output keep it alive.
@@ -238,7 +238,7 @@ class _Output:
             self._gone = True
 
     def refill(self, again: Tensor, where: str) -> None:
-        """Copy the bytes of ``again`` into the original storage, and free its own memory."""
+        """Copy the recomputed output ``again`` into the original storage, then free ``again``."""
         if not self._gone:
             return
         if (again.storage_offset(), again.size(), again.stride()) != self._geometry or not _is_whole(again):
@@ -258,7 +258,7 @@ class _Output:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Autograd node that replaces the graph of a function recomputed in backward."""
+    """Autograd node that stands in for the function's graph, and runs the recomputed graph's backward."""
 
     @staticmethod
     def forward(ctx: Any, pending: _Pending, computed: list[Any], *args: Tensor | None) -> Any:
@@ -299,7 +299,7 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return whether the tensor covers its whole storage, so that no other tensor has a part of it."""
+    """Return whether the tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

@@ -1,7 +1,8 @@
 """Declarations of features that free outputs after the forward and recompute them for backward.
 
 There are four features: recompute of a layer's norms, recompute of MLP activation functions, the checkpoint
-class behind both and behind Megatron's own modules (``checkpoint.py``), and a fix of Megatron's class.
+class (``checkpoint.py``) that both use and that also serves Megatron's own recompute modules, and a fix of
+Megatron's class.
 
 tests: tests/features/memory/recompute_activation_function, tests/features/memory/recompute_norm
 """
@@ -184,9 +185,10 @@ class Options:
 
 
 def recomputes_without_engine(settings: Any) -> bool:
-    """Return whether Megatron's recompute modules use its checkpoint without Transformer Engine.
+    """Return whether Megatron's output-discarding recompute modules are on without Transformer Engine.
 
-    Megatron's checkpoint fails then. With Transformer Engine it works, fp8 included, and is not replaced.
+    Megatron's own checkpoint class fails without Transformer Engine. With it, that class works, fp8 included,
+    and is not replaced.
     """
     return bool(_modules(settings)) and find_spec("transformer_engine") is None
 
@@ -262,7 +264,7 @@ LEARNING_OUTPUTS = Feature(
 
 
 def _check_recompute(args: Any, flag: str) -> Iterator[str]:
-    """Yield conflicts with recompute inside a layer."""
+    """Yield the conflicts that recomputing norms and activations have in common."""
     yield from _check_precision_and_graphs(args, flag)
     yield from check_weight_shards(args, flag)
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
@@ -278,7 +280,7 @@ def _check_recompute(args: Any, flag: str) -> Iterator[str]:
 
 
 def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
-    """Yield conflicts with freeing outputs at all."""
+    """Yield conflicts of freeing outputs: fp8 and fp4, hyper-connection recompute, and CUDA graphs."""
     for name in ("fp8", "fp4"):
         if argument(args, name):
             yield (
@@ -299,7 +301,7 @@ def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
 
 
 def _check_own_module(args: Any, flag: str, module: str) -> Iterator[str]:
-    """Yield an error if Megatron's own recompute module does the same work."""
+    """Yield an error if ``--recompute-modules`` already has the module that does the same work."""
     if argument(args, "recompute_granularity") == "selective" and module in (
         argument(args, "recompute_modules") or ()
     ):

@@ -47,7 +47,7 @@ def _recomputing(layer: Any, context: Context[NormOptions]) -> Iterator[None]:
 
 
 class _InPieces(split_layers.Pass):
-    """Forward that is run in pieces; sets Megatron's recompute flags around each piece."""
+    """Forward of a layer that runs as several calls; sets Megatron's recompute flags around each call."""
 
     def __init__(self, context: Context[NormOptions], layer: Any, *_: Any) -> None:
         self._context, self._layer = context, layer

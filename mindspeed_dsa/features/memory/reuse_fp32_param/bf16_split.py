@@ -1,16 +1,16 @@
-"""Lossless split of float32 into its bfloat16 rounding and 16 more bits.
+"""Lossless split of float32 numbers into their bfloat16 rounding and 16 more bits.
 
 Read as integers, the bits of a float32 and of its bfloat16 rounding differ by at most 0x8000, in either
-direction. The lower half of the float32 is this difference modulo 2^16. It identifies every difference except
-+0x8000 and -0x8000, the ties that were rounded down and up. An even bfloat16 therefore has 65,537 preimages,
-one more than 16 bits can encode.
+direction. The lower half of the float32 is this difference modulo 2^16. The lower half identifies every
+difference except +0x8000 and -0x8000, which are ties that were rounded down and up. So 65,537 float32 numbers
+round to the same even bfloat16, one more than 16 bits can encode.
 
-The lower half 0x8000 decodes as +0x8000. Numbers with -0x8000 are listed separately with their upper half;
-these are about one in 2^17 of uniformly distributed numbers. NaNs further from their rounding are listed too,
-but NaNs that arithmetic produces are not.
+The lower half 0x8000 decodes as +0x8000. Numbers with the difference -0x8000 are kept in a side list with
+their upper half; these are about one in 2^17 of uniformly distributed numbers. The list also has NaNs whose
+difference is larger, but NaNs that arithmetic produces need no entry.
 
-torch's own conversion makes the bfloat16, so it equals the value that torch would store. The rounding mode
-cannot break the inverse, because every number that does not round-trip is listed.
+torch's own conversion computes the bfloat16 number. No rounding mode can break the inverse, because every
+number that does not round-trip goes to the side list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UPPER = 1 << 16
 
 
 class Halves(NamedTuple):
-    """Result of splitting ``n`` numbers, ``e`` of which need the side list.
+    """Result of splitting ``n`` numbers, with ``e`` numbers in the side list.
 
     Attributes:
         weight: bfloat16 ``[n]``, rounded to nearest even.

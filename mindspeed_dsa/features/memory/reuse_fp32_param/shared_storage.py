@@ -1,9 +1,9 @@
 """Storage that holds either float32 master weights, or bfloat16 weights and their lower halves.
 
 In *master form* the storage holds ``n`` float32 numbers. In *pair form* it holds ``n`` contiguous bfloat16
-numbers, as matrix products need them, and the lower halves of the float32 elsewhere. Conversion runs in
-place, block by block, so it needs scratch memory for a few blocks only. The block size does not affect the
-result.
+numbers, as matrix products need them, and separately the lower halves of the float32 numbers (see
+``bf16_split.py``). Conversion runs in place, block by block, so it needs scratch memory for a few blocks
+only. The block size does not affect the result.
 
 Positions below count 16-bit halves: word ``i`` of the master form has its lower half at ``2i`` and its upper
 half at ``2i + 1``.
@@ -30,7 +30,7 @@ _BLOCK_DEVICE = 2**22
 
 
 class SharedStorage(ABC):
-    """Storage of ``numel`` numbers in one of two forms; initially pair form with all lower halves zero.
+    """Storage of ``numel`` numbers in master form or pair form; initially pair form with zero lower halves.
 
     Attributes:
         weights: bfloat16 ``[numel]``, valid in pair form.
@@ -58,7 +58,7 @@ class SharedStorage(ABC):
 
     @abstractmethod
     def _low(self, start: int, end: int) -> Tensor:
-        """Return the lower halves, int16, in pair form; the range must be inside one block."""
+        """Return the int16 lower halves of numbers ``start`` to ``end``, which must be inside one block."""
 
     def listed_bytes(self) -> int:
         """Return the size of the side list in bytes."""
@@ -84,20 +84,20 @@ class SharedStorage(ABC):
             self._list(number, first, parts)
 
     def drop_lower_halves(self) -> None:
-        """Set the float32 numbers to the current bfloat16 weights, in pair form."""
+        """Set all lower halves to zero, so that the float32 numbers equal the bfloat16 weights."""
         self._expect_pairs("drop_lower_halves")
         for _, first, last in self._blocks(0, self.numel):
             self._low(first, last).zero_()
         self._listed.clear()
 
     def spoil(self) -> None:
-        """Switch to pair form with NaN weights, even in the middle of a conversion."""
+        """Switch to pair form and set all weights to NaN; also works after an interrupted conversion."""
         self.weights.fill_(math.nan)
         self.in_master_form = False
         self.drop_lower_halves()
 
     def spoil_others(self) -> bool:
-        """Write NaN over other ranks' weights that the master form has overwritten, in pair form.
+        """In pair form, set other ranks' weights that the master form has overwritten to NaN.
 
         Returns:
             Whether the master form overlaps other ranks' weights.
@@ -105,7 +105,7 @@ class SharedStorage(ABC):
         return False
 
     def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number, start and end of each block's part of the range."""
+        """Split the range at block boundaries; yield block number, start and end."""
         for number in range(start // self.block, -(-end // self.block)):
             yield number, max(start, number * self.block), min(end, (number + 1) * self.block)
 
@@ -196,7 +196,7 @@ class InPlaceStorage(SharedStorage):
         return self._halves[start + shift : end + shift]
 
     def _permute(self, source: Callable[[int], int]) -> None:
-        """Move the block at ``source(place)`` to every ``place``, with one spare block."""
+        """Permute blocks in place: position ``i`` gets the block at ``source(i)``. Uses one spare block."""
         places = self._halves[: 2 * self._whole * self.block].view(-1, self.block) if self._whole else ()
         done: set[int] = set()
         # Follow each cycle of the permutation from its first place.

@@ -1,7 +1,8 @@
-"""Megatron's two mixed precision optimizers with storages that model and master weights share.
+"""Shared storage for model and master weights in Megatron's two mixed precision optimizers.
 
-In pair form the master weights are freed, and their values are in the pairs (``shared_storage.py``). Master
-form lasts from the start of the step until the model's weights are written. A skipped step never enters it.
+In pair form the float32 master tensors have no memory; their values are split into bfloat16 weights and lower
+halves (``shared_storage.py``). The storages are in master form only from the start of an optimizer step until
+Megatron writes the model's weights. A skipped step does not change the form.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class SharedWeights(OptimizerState):
 
     @torch.no_grad()
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Load in master form, which needs no extra memory."""
+        """Load the state dict in master form, which needs no additional memory for master weights."""
         self.masters.to_master()
         try:
             return call()
@@ -185,7 +186,7 @@ class Master:
 
 
 class Masters:
-    """All master weights of an optimizer that are in shared storages, initially in pair form.
+    """All master weights of an optimizer that share storages with model weights; initially in pair form.
 
     Args:
         masters: master weights.
@@ -193,7 +194,7 @@ class Masters:
 
     Attributes:
         storages: shared storages without duplicates.
-        in_master_form: whether the tensors hold their values.
+        in_master_form: whether the master tensors have memory and hold the values.
     """
 
     def __init__(self, masters: Sequence[Master], integrity: StepIntegrity) -> None:
@@ -228,12 +229,12 @@ class Masters:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Enter master form for a step; the step itself converts back at its end.
+        """Convert to master form for a step; :meth:`to_pairs` in the step converts back.
 
-        A step that fails before any write leaves the weights unchanged. After a later failure stock Megatron
-        would have old weights and new master weights, which one storage cannot hold. The pairs then come from
-        the new master weights, and the state is marked broken. Lost weights become NaN: other ranks' weights
-        under the master form, and all weights if a conversion has failed.
+        A step that fails before any write leaves the weights unchanged. After a later failure, stock Megatron
+        would have old model weights and new master weights, which one storage cannot hold. Here the model
+        weights are then made from the new master weights, and the state is marked broken. Lost weights become
+        NaN: other ranks' weights that the master form overwrote, and all weights if a conversion has failed.
 
         Args:
             optimizer: inner optimizer.
@@ -253,7 +254,7 @@ class Masters:
             raise
 
     def _spoil_what_is_lost(self) -> None:
-        """Overwrite weights that a failed step has lost with NaN."""
+        """Set weights that a failed step has lost to NaN."""
         if self._is_changing:
             for master in self._by_tensor.values():
                 self._freed.free(master.tensor)
@@ -271,9 +272,9 @@ class Masters:
 
     @contextlib.contextmanager
     def opened(self, tensors: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Fill ``tensors`` (default: all) with copies of the float32 weights, and write them back at the end.
+        """Fill master tensors (default: all) with copies of the float32 weights, and write them back on exit.
 
-        Unlike :meth:`to_master`, leave the rest of a bucket unchanged.
+        Unlike :meth:`to_master`, do not overwrite other ranks' weights in a bucket.
         """
         masters = self._by_tensor.values() if tensors is None else self._known(tensors)
         for master in masters:

@@ -37,7 +37,8 @@ class Options(LayerOptions):
         modules: module names separated by commas; ``None`` if unset.
         min_bytes: size below which a storage stays on the device; ``None`` if unset.
         most_bytes: limit for bytes on the host at one time; ``None`` for no limit.
-        measures: whether the first steps decide how much each layer swaps (``--swap-attention auto``).
+        measures: whether measurements in the first steps determine how much each layer swaps
+            (``--swap-attention auto``).
     """
 
     modules: str | None
@@ -141,7 +142,7 @@ def _check_other_movers(args: Any) -> Iterator[str]:
 
 
 def _check_host_memory(args: Any, options: Options) -> Iterator[str]:
-    """Yield an error if the host has less memory than the first pipeline stage needs at least."""
+    """Yield an error if host memory is below the minimum that the first pipeline stage needs."""
     nbytes = least_host_bytes(args, options)
     if nbytes is None:
         return
@@ -157,7 +158,7 @@ def _check_host_memory(args: Any, options: Options) -> Iterator[str]:
 
 
 def _on_first_stage(args: Any) -> int:
-    """Return the number of this host's processes on the first pipeline stage."""
+    """Return the number of processes on this host that belong to the first pipeline stage."""
     local = local_processes()
     world = int(os.environ.get("WORLD_SIZE", local))
     # The ranks of a stage are consecutive: 16 ranks in 4 stages put ranks 0 to 3 on the first stage.
@@ -165,11 +166,12 @@ def _on_first_stage(args: Any) -> int:
 
 
 def least_host_bytes(args: Any, options: Options) -> int | None:
-    """Return the least bytes that the first pipeline stage swaps; ``None`` if arguments are missing.
+    """Return a lower bound on the bytes that the first stage swaps; ``None`` if arguments are missing.
 
-    The first stage has as many microbatches in flight as there are stages, or as the batch has. Every layer
-    and microbatch swaps at least the query, the output of the core attention, and key and value of multi-head
-    attention. Later the pool raises if the actual tensors do not fit.
+    The first stage has as many microbatches in flight as there are stages, but at most the number in a batch.
+    For each layer and microbatch, at least the query and the output of the core attention are swapped, and
+    for multi-head attention also key and value. If the actual tensors do not fit, the host memory pool raises
+    later.
     """
     names = ("seq_length", "micro_batch_size", "num_layers", "num_attention_heads", "hidden_size")
     sizes = [argument(args, name) for name in names]
@@ -211,7 +213,7 @@ def _bytes_of_number(args: Any) -> int:
 
 
 def _microbatches(args: Any) -> int:
-    """Return the largest number of microbatches of a step."""
+    """Return the largest number of microbatches that any step has."""
     steps = batches.of_training(args)
     return 1 if steps is None else max(steps.most_microbatches, 1)
 

@@ -1,10 +1,11 @@
-"""Decision under ``--swap-attention auto``: each layer swaps as much as computation can hide.
+"""Measurements for ``--swap-attention auto``: each layer swaps as much as overlaps with computation.
 
 The first step swaps everything and pins host memory. The second step swaps everything again, and events on
-the device's streams record when each storage was saved, copied, requested and read. From the third step on, a
-layer swaps as many of its storages, in saving order, as would not have stalled the device.
+the device's streams record when each storage was saved, copied, requested and read. From the third step on,
+each layer swaps its first n storages in saving order, with the largest n that would not have stalled the
+device.
 
-Every rank decides on its own: swapping has no collectives, and the numbers are bitwise the same either way.
+Every rank decides independently: swapping has no collectives and does not change results.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Times:
         saved: time of its save, since the first save of the layer.
         out: duration of its copy to the host.
         back: duration of its copy to the device.
-        read: time of the first read in backward since the request, minus stalls for other copies until then.
-            Infinite if the storage never left the device.
+        read: time from the request of the layer's storages to the first read of this storage in backward,
+            minus stalls for other copies before it. Infinite if the storage never left the device.
     """
 
     nbytes: int
@@ -49,7 +50,7 @@ class Times:
 
 
 def hidden(storages: Sequence[Times], end: float) -> int:
-    """Return the number of leading storages that can be swapped without a stall.
+    """Return the largest ``n`` for which the first ``n`` storages can be swapped without stalling the device.
 
     Args:
         storages: times in saving order.
@@ -72,7 +73,7 @@ def hidden(storages: Sequence[Times], end: float) -> int:
 
 
 class Clock:
-    """Events of one layer's forward and backward."""
+    """Timing events of one layer's forward and backward for one microbatch."""
 
     def __init__(self) -> None:
         self.end: Event | None = None
@@ -90,7 +91,7 @@ class Clock:
         self.copies.append(copies)
 
     def times(self) -> tuple[list[Times], float] | None:
-        """Return the storages' times and the end of the layer; ``None`` if the pass is incomplete."""
+        """Return the times of all storages and the end of the forward; ``None`` if events are missing."""
         if not self.saved or self.end is None or self.asked is None:
             return None
         asked, stalls = self.asked, self.above.stalls() if self.above is not None else 0.0
@@ -119,11 +120,12 @@ class Clock:
 
 @dataclass
 class Copies:
-    """Events of one storage's copies.
+    """Timing events of one storage's copies to the host and back.
 
     Attributes:
         nbytes: size of the storage.
-        out, back: begin and end of the copies, on the copy streams; ``back`` is ``None`` if it stayed.
+        out, back: events at begin and end of each copy, on the copy streams; ``back`` is ``None`` if the
+            storage never left the device.
         read: first read in backward, recorded on the computing stream before it waits for the copy.
     """
 
@@ -162,8 +164,8 @@ class OfLayer:
 
     Attributes:
         name: name of the layer in messages.
-        clocks: clocks of the passes in the measured step.
-        open: number of passes whose graph is alive.
+        clocks: events of the layer's passes (one per microbatch) in the measured step.
+        open: number of passes with a live autograd graph.
         most: maximum of ``open``.
         limit: number of storages that a pass swaps; ``None`` for all.
         nbytes: sizes of the storages that a pass could swap, in saving order.
@@ -177,7 +179,7 @@ class OfLayer:
     nbytes: list[int] = field(default_factory=list)
 
     def decide(self, asynchronous: bool) -> None:
-        """Set the limit from the completely measured passes; ``None`` if there are none.
+        """Set :attr:`limit` from the passes with complete events; to ``None`` if there are none.
 
         Args:
             asynchronous: whether copies overlap with computation; otherwise nothing is swapped.
@@ -192,7 +194,7 @@ class OfLayer:
         self.nbytes = max(sizes, key=sum, default=[])
 
     def stays(self) -> int:
-        """Return the bytes that the limit keeps on the device, for all open passes together."""
+        """Return the bytes kept on the device because of :attr:`limit`, for the maximum of open passes."""
         return self.most * sum(self.nbytes[self.limit :]) if self.limit is not None else 0
 
 
@@ -218,7 +220,7 @@ class Choice(pipeline_steps.Follower):
         return False
 
     def starts(self, layer: Any, layer_pass: Any) -> tuple[int | None, Clock | None]:
-        """Register a pass; return its limit of storages, and its clock in the measured step."""
+        """Register a pass; return the number of storages it may swap, and its clock (measured step only)."""
         if not self._measures:
             return None, None
         record = self._layers.setdefault(layer, OfLayer(f"layer {layer.layer_number}"))
@@ -232,11 +234,11 @@ class Choice(pipeline_steps.Follower):
         return None, clock
 
     def may_take(self, nbytes: int) -> bool:
-        """Return whether the host may take ``nbytes`` more."""
+        """Return whether another ``nbytes`` on the host stay within ``--swap-attention-bytes``."""
         return self._most_bytes is None or self._on_host + size_class(nbytes) <= self._most_bytes
 
     def takes(self, swapped: Any) -> None:
-        """Count a storage's buffer as long as the storage lives."""
+        """Count the host buffer of a swapped storage until the storage is deleted."""
         nbytes = size_class(swapped.nbytes)
         self._on_host += nbytes
         weakref.finalize(swapped, self._gives_back, nbytes)
@@ -277,17 +279,18 @@ def _closed(layer: OfLayer) -> None:
 
 
 def _room(platform: Any) -> float:
-    """Return the bytes that the device can hold in addition to the peak of the steps so far."""
+    """Return the free device memory in bytes at the peak of all steps so far."""
     memory = platform.memory()
     # `free` accounts for memory outside the allocator: contexts, communication buffers, other processes.
     return float(min(memory.total * (1 - _SPARE) - memory.peak, memory.free))
 
 
 def keep_within(layers: Sequence[OfLayer], room: float) -> int:
-    """Let layers swap everything until the rest fits on the device; return the number of these layers.
+    """Remove limits, largest first, until the storages kept on the device fit; return how many were removed.
 
     Args:
-        layers: layers with limits, which are modified; the layers that free most come first.
+        layers: layers to modify. ``limit`` becomes ``None`` (swap everything), first for layers that keep the
+            most bytes on the device.
         room: free device memory in bytes.
     """
     beyond = 0

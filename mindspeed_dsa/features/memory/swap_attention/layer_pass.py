@@ -1,7 +1,7 @@
 """Swap of the tensors that selected modules save in one forward of a layer.
 
-Each forward of a layer has its own :class:`LayerPass`, which only the graph of that forward references.
-Nothing therefore depends on the order in which a schedule runs microbatches and layers.
+Each forward of a layer has its own :class:`LayerPass`, which is referenced only by the autograd graph of that
+forward. Any order of microbatches and layers in the schedule therefore works.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 class _Swapping(split_layers.Pass):
-    """Forward of a layer that swaps.
+    """Layer forward during which the selected modules' saved tensors are swapped.
 
     Args:
         context: context of the feature.
@@ -101,7 +101,7 @@ class _Swapping(split_layers.Pass):
 
 
 def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
-    """Yield tensors that outlive the layer: parameters, buffers, masks, rotary angles, encoder output."""
+    """Yield tensors with other users, which stay on the device: parameters, buffers, masks and so on."""
     for module in modules:
         # Sharded parameters are gathered into other memory, which is marked separately.
         yield from (each for each in module.parameters() if local_of(each) is each)
@@ -144,7 +144,7 @@ def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
 
 
 class _Modules:
-    """Modules of a layer that swap, by attribute, and the layer's running pass."""
+    """Hooks around the swapping modules of one layer, and the layer's running pass."""
 
     def __init__(self, names: tuple[str, ...], megatron: Megatron) -> None:
         self.names, self._megatron = names, megatron
@@ -166,7 +166,7 @@ class _Modules:
 
 @contextlib.contextmanager
 def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
-    """Make Transformer Engine's linear layers save weights as parameters, as under its own offload hooks."""
+    """Enable Transformer Engine's CPU offload flag, so that linear layers save weights as parameters."""
     engine = getattr(releases.transformer_engine(megatron), "cpu_offload", None)
     if engine is None:
         yield
@@ -184,15 +184,15 @@ def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
 
 
 class LayerPass:
-    """Tensors that one forward of a layer has saved.
+    """Tensors saved by one forward of a layer, with saved-tensor hooks that swap them.
 
     Args:
         name: name of the layer in messages.
         min_bytes: size below which a storage stays on the device.
         stays: tensors whose memory stays on the device because it has other users.
         previous: pass of the layer below, which runs its backward next.
-        of_any_stream: whether the layer may allocate saved tensors on more than one stream.
-        choice: decision on how much to swap; ``None`` swaps everything.
+        of_any_stream: whether saved tensors may have been allocated on other streams than the current one.
+        choice: limits on how much to swap; ``None`` swaps everything.
         layer: Megatron layer that runs the forward.
 
     Attributes:
@@ -237,18 +237,18 @@ class LayerPass:
         self._leaving, self._saved = [], {}
 
     def hooks(self) -> Any:
-        """Return a context that takes saved tensors over from autograd."""
+        """Return the ``saved_tensors_hooks`` context of this pass."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def backward_begins(self, _: Tensor) -> None:
-        """Fetch the storages of the layer below when this layer's output has its gradient."""
+        """Start to fetch this layer's and the previous layer's storages when backward reaches this layer."""
         # The fetch is one layer ahead: this layer was fetched by the layer above, unless it is the last.
         for layer_pass in (self, self._previous):
             if layer_pass is not None:
                 layer_pass._come_back(self)
 
     def _come_back(self, above: LayerPass) -> None:
-        """Copy the swapped storages back, in the order in which backward reads them."""
+        """Copy swapped storages back in reverse order of saving, which is the order of backward's reads."""
         if self._clock is not None and self._clock.asked is None:
             self._clock.asked = now()
             self._clock.above = above._clock if above is not self else None
@@ -283,7 +283,7 @@ class LayerPass:
         return saved
 
     def _is_full(self, nbytes: int) -> bool:
-        """Return whether the limit excludes a storage of this size."""
+        """Return whether swapping a storage of this size would exceed a limit."""
         if self._limit is not None and len(self._leaving) >= self._limit:
             return True
         if self._choice is None or self._choice.may_take(nbytes):
@@ -317,8 +317,8 @@ class LayerPass:
 class _Saved:
     """Base class of the objects that replace saved tensors in the graph.
 
-    Autograd does not check tensors taken by hooks for changes in place, so this class compares the same
-    version counter.
+    Autograd does not detect in-place changes of tensors that saved-tensor hooks replace, so this class
+    compares the version counter itself.
     """
 
     def __init__(self, watched: Tensor, name: str) -> None:
@@ -368,7 +368,7 @@ class _Swapped(_Saved):
         )
 
     def is_as_saved(self, tensor: Tensor) -> bool:
-        """Return whether the storage is unchanged since the save, by the counters of both tensors."""
+        """Return whether the storage is unchanged since the save, by the version counters of both tensors."""
         # Views and detached tensors share a counter, but `tensor.data` has its own. That one may show the
         # saved number although the shared counter has moved.
         return self._watched._version == self._version == tensor._version

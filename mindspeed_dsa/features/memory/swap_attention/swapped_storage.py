@@ -39,12 +39,14 @@ class SwappedStorage:
 
     Args:
         storage: nonempty ``torch.UntypedStorage`` on the device.
-        dtype: dtype of the tensors on the storage. torch_npu describes a storage by the dtype that it was
-            created with, and copies tensors of another shape than that description.
-        of_any_stream: whether the storage may belong to a stream other than the current one. Later work of
-            that stream does not wait for the copy, so the allocator keeps the memory until it has seen the
-            copy finish. This is later than necessary if the host runs ahead of the device.
-        copies: record for the events of the copies.
+        dtype: dtype of the tensors on the storage, also used for the new storage in :meth:`come_back`.
+            torch_npu attaches a dtype and shape to each storage, and makes an extra copy of tensors that do
+            not match them.
+        of_any_stream: whether the storage may have been allocated on a stream other than the current one.
+            That stream's later work does not wait for the copy, so ``record_stream`` is used: the allocator
+            reuses the memory only after it has seen the copy finish. If the host runs ahead of the device,
+            this is later than necessary.
+        copies: record to fill with the copies' timing events; ``None`` without measurement.
 
     Raises:
         SettingsError: the host has no memory left.
@@ -76,16 +78,16 @@ class SwappedStorage:
             platform.record_stream(source, stream)
 
     def leave(self) -> None:
-        """Drop the reference to the device memory; the current stream's later work waits for the copy."""
+        """Release the device memory; the current stream's later work waits for the copy to the host."""
         assert self._last_copy is not None
         # The memory may therefore be reused by the current stream at once.
         self._last_copy.wait(platforms.current().current_stream())
         self._storage = None
 
     def come_back(self) -> None:
-        """Start the copy to the device, unless the bytes are there or being copied.
+        """Start the copy back to the device, unless the bytes are already there or being copied.
 
-        Reuse the original storage if another reference has kept it alive.
+        No copy is needed if another reference has kept the original storage alive.
         """
         if self._storage is not None:
             return
@@ -108,7 +110,7 @@ class SwappedStorage:
         self._storage = place.untyped_storage()
 
     def on_device(self) -> Any:
-        """Return the storage; the current stream waits for its bytes."""
+        """Return the device storage; makes the current stream wait for the copy."""
         self.come_back()
         if self._back is not None:
             platform = platforms.current()
@@ -134,7 +136,7 @@ class SwappedStorage:
 def _copy_behind_current(
     platform: Platform, stream: Stream, destination: Tensor, source: Tensor, timed: bool
 ) -> tuple[Event, tuple[Event, Event] | None]:
-    """Copy after the current stream's work; return the copy's event, and begin and end if ``timed``."""
+    """Copy on ``stream`` after the current stream's work; return its event, and (begin, end) if ``timed``."""
     ready = platform.new_event()
     ready.record(platform.current_stream())
     with platform.use_stream(stream):

@@ -31,7 +31,8 @@ class Options:
 
     Attributes:
         switched_on: state of the feature's own switch.
-        times: number of parts of a step; ``None`` if unset.
+        times: value of ``--swap-optimizer-times``, which sets the size of the staging buffers; ``None`` if
+            unset.
     """
 
     switched_on: bool
@@ -39,7 +40,7 @@ class Options:
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of a step, or the default."""
+        """Return ``times``, or its default."""
         return DEFAULT_TIMES if self.times is None else self.times
 
     @classmethod

@@ -1,8 +1,8 @@
-"""State of Megatron's optimizers on the host.
+"""Host storage of the state of Megatron's optimizers.
 
-The master weights are keys of the optimizer's state and carry the gradients, so they stay on the device as
-tensors without values. When Megatron reads or writes master weights outside of a step, it gets the host
-tensors for the duration of that call.
+The master weight tensors are keys of the optimizer's state and have the gradients, so they remain on the
+device, but without memory. When Megatron reads or writes master weights outside of a step, they are replaced
+by the host tensors for the duration of that call.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 
 
 class _Construction:
-    """Placeholder storage for master weights of the optimizer under construction; ``None`` otherwise."""
+    """Placeholder memory for master weights while an optimizer is constructed; ``None`` otherwise."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.freed: FreedStorage | None = None
 
 
 class GatherAlone(OptimizerState):
-    """State of an optimizer with nothing to update, because this rank's shards of the buckets are empty.
+    """State of an optimizer without parameters, because this rank's shards of all buckets are empty.
 
-    Other ranks gather the buckets early, so this rank must gather them in the same order.
+    Other ranks all-gather buckets during the step, so this rank must all-gather them in the same order.
     """
 
     def __init__(self, optimizer: Any, integrity: StepIntegrity) -> None:
@@ -123,15 +123,15 @@ class SwappedState(StateWithMoments):
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Set the master weights to the values of the model's weights, one at a time."""
+        """Copy the model's weights to the master weights on the host, one tensor at a time."""
         self.pipeline.settle()
         for main, master in self._masters.items():
             master.view(-1).copy_(self._weights[main]())
 
     def load_early(self) -> None:
-        """Start to load the first chunks of the next step where copies are asynchronous.
+        """Start to load the first chunks of the next step, if the platform copies asynchronously.
 
-        If the device has no memory yet, for example in a backward with live activations, a later call loads.
+        If device memory is insufficient, for example because of live activations, a later call tries again.
         """
         if platforms.current().asynchronous:
             with contextlib.suppress(_OUT_OF_MEMORY):
@@ -243,7 +243,7 @@ def without_master(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_before_gradients(original: _Function) -> _Function:
-    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync`` to load the first chunks early."""
+    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync`` to load the first chunks during backward."""
 
     # The first call of a step is in the last microbatch's backward, once a bucket has all its gradients.
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ def load_before_gradients(original: _Function) -> _Function:
 
 
 def _parameters(optimizer: Any) -> Iterator[Parameter]:
-    """Yield the optimizer's parameters, each with a function that returns the model's weights."""
+    """Yield a :class:`Parameter` for each parameter of the inner optimizer."""
     weights: dict[Tensor, Callable[[], Tensor]] = {}
     positions: dict[Tensor, int] = {}
     if is_sharded(optimizer):
@@ -284,7 +284,7 @@ def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tu
 
 
 def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
-    """Return the parameter's part of this rank's shard of its bucket, from which Megatron gathers."""
+    """Return the parameter's range in this rank's shard of its bucket, which Megatron's all-gather reads."""
     span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
     number, _, place = optimizer.model_param_gbuf_map[model]
     weights: Tensor = optimizer.buffers[number].buckets[place].param_data.view(-1)[span.start : span.end]
@@ -307,7 +307,7 @@ _GATHERED = "_mindspeed_dsa_gathered"
 
 
 class BucketOrder:
-    """Bucket groups of a ``DistributedOptimizer`` in the order in which Megatron gathers them.
+    """Bucket groups of a ``DistributedOptimizer``, in the order of Megatron's all-gathers.
 
     Args:
         optimizer: Megatron's ``DistributedOptimizer``.
@@ -334,7 +334,7 @@ class BucketOrder:
 
 
 class EarlyGather:
-    """Gathers of bucket groups during one optimizer's steps.
+    """All-gathers of weight buckets during the optimizer step, each as soon as its weights are updated.
 
     Args:
         groups: bucket groups, in gathering order.
@@ -364,7 +364,7 @@ class EarlyGather:
 
     @contextmanager
     def with_nothing_to_update(self) -> Iterator[None]:
-        """Gather during a step of a rank without any part of the buckets, in the other ranks' order."""
+        """All-gather all buckets, in the other ranks' order, in the step of a rank with nothing to update."""
         with self.during_a_step() as updated:
             event = platforms.current().new_event()
             event.record(platforms.current().current_stream())

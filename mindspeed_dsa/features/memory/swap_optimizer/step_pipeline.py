@@ -1,9 +1,9 @@
 """Pipelined optimizer step over chunks of host state: load, update and store run at the same time.
 
-A *slab* is one float32 host buffer ``[rows, numel]`` with the parameters of an optimizer one after the other,
-at the same columns in every row. Three rows are master weight, ``exp_avg`` and ``exp_avg_sq``. Two rows are
-the moments only, for float32 weights of the model. A *chunk* is a range of columns. Adam works element by
-element, so a chunk may begin and end inside a parameter.
+A *slab* is one float32 host buffer ``[rows, numel]``. It has the parameters of an optimizer one after the
+other, each at the same columns in every row. The rows are master weight, ``exp_avg`` and ``exp_avg_sq``, or
+only the two moments for parameters that are float32 weights of the model. A *chunk* is a range of columns.
+Adam works element by element, so a chunk may begin and end inside a parameter.
 
 There are three staging buffers on the device. While Adam updates one chunk on the current stream, the next
 chunk is loaded into the second buffer and the previous chunk is stored from the third, on separate streams.
@@ -40,8 +40,8 @@ class Parameter:
         main: optimizer's own tensor, a key of its state. Its values are on the host, unless it is the model's
             float32 weight itself.
         group: index of its param group.
-        weights: function that returns the model's weights made from ``main``, ``[piece.numel()]``; ``None``
-            if ``main`` is the model's weight.
+        weights: function that returns the flat model weights that are rounded copies of ``main``,
+            ``[piece.numel()]``; ``None`` if ``main`` is itself the model's weight.
         position: sort key for the update order; under sharding, the position of the parameter's bucket.
     """
 
@@ -52,17 +52,17 @@ class Parameter:
 
     @property
     def piece(self) -> Tensor:
-        """Return this rank's shard of ``main``, or all of it without sharding."""
+        """Return this rank's shard of ``main``, or ``main`` itself if it is not sharded."""
         return local_of(self.main)
 
     @property
     def rows(self) -> int:
-        """Return the number of host values per element of the parameter."""
+        """Return the number of slab rows: 3 with a master weight, 2 with moments only."""
         return 2 if self.weights is None else 3
 
 
 class Slab:
-    """Host buffer of the parameters with the same number of rows.
+    """Host buffer for all parameters that need the same number of rows.
 
     Attributes:
         rows: float32 ``[rows, numel]`` on the host, with moments initially zero.
@@ -90,7 +90,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Piece:
-    """Slice ``parameter[start:end]``, stored in a chunk from ``column`` on."""
+    """Slice ``[start:end]`` of a flat parameter, at columns ``column`` and following of a chunk."""
 
     parameter: Parameter
     start: int
@@ -140,7 +140,7 @@ _ALIGNMENT = 64  # columns, for vectorised copies
 
 
 def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
-    """Return the columns per chunk such that buffers and scratch take at most ``3 / times`` of the state.
+    """Return the chunk size for which buffers and scratch take at most ``3 / times`` of the state's size.
 
     Args:
         slabs: host state.
@@ -155,7 +155,7 @@ def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
 
 
 def scratch_of(optimizer: Any) -> int:
-    """Return the bytes per number that the optimizer's step allocates."""
+    """Return the temporary memory of the optimizer's step, in bytes per updated number."""
     # A fused step needs no temporary memory.
     is_fused = all(group["fused"] for group in optimizer.param_groups) if is_torch_adam(optimizer) else True
     return 0 if is_fused else _SCRATCH
@@ -236,7 +236,7 @@ class Pipeline:
         self._buffers = buffers  # assigned last, when every load was started
 
     def discard(self) -> None:
-        """Discard the loaded chunks of a skipped step, after which the host memory may be written."""
+        """Discard chunks loaded for a step that is skipped; afterwards host memory may be written."""
         if self._buffers:
             self._loader.synchronize()
             self._drop()
@@ -247,7 +247,7 @@ class Pipeline:
         self._stored.synchronize()
 
     def mark_broken(self) -> None:
-        """Mark the state as broken: it mixes two steps."""
+        """Mark the state as broken: some parameters have been updated and others have not."""
         self.integrity.mark_broken(parameter.main for slab in self._slabs for parameter in slab.parameters)
 
     @torch.no_grad()
@@ -257,7 +257,7 @@ class Pipeline:
         """Make one step over all chunks.
 
         Args:
-            update: step of the optimizer itself.
+            update: ``step`` method of the inner optimizer.
             updated: callback that takes each chunk's number and the event recorded after its update.
 
         Raises:
@@ -338,7 +338,7 @@ class Pipeline:
 
     @contextmanager
     def _only(self, parts: Mapping[Piece, Tensor], rows: Tensor) -> Iterator[_View]:
-        """Make the parts with a gradient the optimizer's only parameters inside the block."""
+        """Restrict the optimizer to the parameter slices of one chunk inside the block."""
         all_groups, all_state = self._optimizer.param_groups, self._optimizer.state
         view = _View({}, defaultdict(dict))
         for piece, part in parts.items():
@@ -364,7 +364,7 @@ class Pipeline:
 
 @dataclass
 class _View:
-    """Param groups and state that the optimizer sees during the update of a chunk."""
+    """Temporary param groups and state of the inner optimizer for the update of one chunk."""
 
     groups: dict[int, dict[str, Any]]
     state: dict[Tensor, dict[str, Any]]
@@ -378,7 +378,7 @@ def _part(piece: Piece, rows: Tensor) -> Tensor:
 
 
 def _release(buffers: Sequence[_Buffer], *streams: Stream) -> None:
-    """Free the buffers once the streams are done with them."""
+    """Free the buffers once the streams have finished using them."""
     for buffer in buffers:
         for stream in streams:
             platforms.current().record_stream(buffer.memory, stream)

@@ -36,7 +36,7 @@ class Options:
         return cls((words,) if isinstance(words, (str, int, float)) else tuple(words))
 
     def quota(self, stage: int, stages: int) -> float:
-        """Return the bytes that a process may keep on the host.
+        """Return the quota of a process in bytes of host memory.
 
         Args:
             stage: pipeline stage of the process.

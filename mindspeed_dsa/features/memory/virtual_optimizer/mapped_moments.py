@@ -1,9 +1,9 @@
 """Adam's moments for Megatron's optimizers in host memory that is mapped into the device's address space.
 
-On NPUs only kernels can access this memory. torch_npu documents ``fill_``, ``zero_`` and its own AdamW
-operator for it, so that operator updates the parameters with mapped moments. Other code finds copies of the
-moments in the optimizer's state for the duration of a call. Kernels make the copies, and write them back,
-element by element.
+On NPUs only kernels can access this memory. torch_npu documents only ``fill_``, ``zero_`` and its own AdamW
+operator for it, so parameters with mapped moments are updated with that operator. For other code, such as
+checkpointing, the optimizer's state temporarily has copies of the moments. Elementwise kernels make these
+copies and write them back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class MappedMoments(StateWithMoments):
 
     Args:
         optimizer: Megatron's optimizer.
-        quota: maximum bytes for moments. Parameters use it in the optimizer's order, none of them in part.
+        quota: maximum bytes for moments. It is assigned to parameters in the optimizer's order; parameters
+            that do not fit are skipped.
         context: context of the feature.
 
     Attributes:
@@ -60,7 +61,7 @@ class MappedMoments(StateWithMoments):
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Options]) -> MappedMoments:
-        """Allocate the moments of a new optimizer, within the rest of the quota."""
+        """Allocate the moments of a new optimizer, within the quota that other optimizers leave."""
         left = _quota(context) - sum(each.nbytes for each in _living if each.megatron == context.megatron)
         state = cls(optimizer, left, context)
         _living.add(state)
@@ -121,7 +122,7 @@ class MappedMoments(StateWithMoments):
             call()
 
     def _copied(self, **options: Any) -> AbstractContextManager[None]:
-        """Put moments that can be copied into the optimizer's state; see :func:`copied_moments`."""
+        """Call :func:`copied_moments` if only kernels can access the memory, else do nothing."""
         if not platforms.current().mapped_by_kernels_only:
             return contextlib.nullcontext()
         return copied_moments(self._inner, self.moments, **options)
@@ -149,7 +150,7 @@ class MappedMoments(StateWithMoments):
 
 
 def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return moments as shards if the parameter is one, as the optimizer's own step expects."""
+    """Return the moments as ``DTensor`` objects if the parameter is one, as the optimizer's step expects."""
     if local_of(parameter) is parameter:
         return first, second
     from mindspeed_dsa.parallel.local_shards import like  # imports names that torch has since 2.6
@@ -169,7 +170,7 @@ def _quota(context: Context[Options]) -> float:
 
 
 def check_adamw(optimizer: Any) -> Iterator[str]:
-    """Yield an error if torch_npu's AdamW differs from the inner optimizer."""
+    """Yield an error if torch_npu's AdamW operator computes a different update than the inner optimizer."""
     if not is_torch_adam(optimizer) or any(
         group["weight_decay"] and not _is_decoupled(optimizer, group) for group in optimizer.param_groups
     ):
@@ -216,7 +217,7 @@ def copied_moments(
 
 @torch.no_grad()
 def step_with_kernels(optimizer: Any, moments: Moments, rest: Callable[[], Any]) -> None:
-    """Step with torch_npu's operator for parameters with mapped moments, and with ``rest`` for others."""
+    """Update parameters with mapped moments by torch_npu's operator, and all others by calling ``rest``."""
     hidden: dict[Tensor, Tensor] = {}
     try:
         for group in optimizer.param_groups:
