@@ -1,8 +1,8 @@
-"""Checkpoints with the same keys and shapes as without FSDP2.
+"""FSDP2 checkpoints with the same keys and shapes as without FSDP2.
 
-FSDP2's optimizers also read and write the distributed optimizer's format ``fully_reshardable``. It differs
-from their own format in two points. Master weights have another key, and float32 weights, which are their own
-masters, are stored too. The step count is in the param groups, and not next to the moments.
+FSDP2's optimizers can also read and write ``fully_reshardable``, a format of the distributed optimizer. In
+that format master weights have another key, and float32 weights, which are their own master weights, are
+stored a second time under it. The step count is in the param groups, and not next to the moments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHOLE = "_mindspeed_dsa_whole"
 
 
 def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate Megatron's functions that describe a tensor's place in a checkpoint, to accept shards."""
+    """Decorate Megatron's functions that build ``ShardedTensor`` objects, to accept FSDP2's ``DTensor``."""
 
     def make(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensor, DTensor):
@@ -40,7 +40,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(whole: Any, cut: Cut) -> Any:
-    """Return the description of one shard; ``whole`` describes it as if it were the complete tensor."""
+    """Return the ``ShardedTensor`` of an FSDP2 shard, from ``whole``, which ignores FSDP2's sharding."""
     axis = cut.dim + whole.prepend_axis_num
     rows = whole.local_shape[cut.dim]
 
@@ -84,7 +84,7 @@ def _marked(placed: Any, cut: Cut) -> Any:
 
 
 def _gate_or_up(placed: Any, cut: Cut) -> Any:
-    """Describe a shard of rows that is inside one half; the number of pieces is even."""
+    """Return the ``ShardedTensor`` of a row shard that is all gate or all up (the shard count is even)."""
     axis, rows, half = placed.prepend_axis_num, placed.local_shape[0], cut.pieces // 2
     # Pieces 0 to half - 1 of a tensor parallel rank are gate, the others are up.
     tensor_rank = placed.global_offset[axis] // rows // cut.pieces
@@ -95,7 +95,7 @@ def _gate_or_up(placed: Any, cut: Cut) -> Any:
 
 
 def place_expert_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``SequentialMLP.sharded_state_dict`` to set the replica of each shard."""
+    """Decorate ``SequentialMLP.sharded_state_dict`` to set ``replica_id`` of sharded experts."""
     # Megatron treats expert data parallel ranks as replicas of the whole expert.
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def say_format(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``sharded_state_dict`` of FSDP2's optimizers to support ``fully_reshardable``."""
+    """Decorate ``sharded_state_dict`` of FSDP2's optimizers to support the format ``fully_reshardable``."""
 
     def sharded_state_dict(
         self: Any,
@@ -222,7 +222,7 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
 
 
 def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give every rank the step count, because only rank 0 saves it and its stage may have no experts."""
+    """Share the step count with all ranks: rank 0 saves it, but may have no experts and hence no count."""
     if not _counts_beside_moments(optimizer):
         return
     counts: list[Any] = [None] * dist.get_world_size()
@@ -233,7 +233,7 @@ def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _check(format_: str) -> None:
-    """Raise for a format that cannot be read, before anything is loaded."""
+    """Raise for an optimizer format that cannot be read."""
     if format_ != _FORMAT:
         raise SettingsError(
             f"fsdp2: this checkpoint has the distributed optimizer's state as {format_}, pieces of buffers "
@@ -243,7 +243,7 @@ def _check(format_: str) -> None:
 
 
 def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -> dict[int, Any]:
-    """Return a dict from parameter index to its place as a master weight, for float32 weights."""
+    """Return a dict from parameter index to a ``ShardedTensor`` with the master weight's key."""
     checkpoints = megatron("core.dist_checkpointing.optimizer")
     places = checkpoints.get_param_id_to_sharded_param_map(
         model_sharded_state_dict, optimizer.get_parameters()
@@ -283,7 +283,7 @@ def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded state of torch's optimizer with the step count moved to Megatron's ``common_step``.
+    """Move the step count of a loaded optimizer state from the param groups to Megatron's ``common_step``.
 
     Args:
         optimizer: torch's optimizer.
@@ -300,5 +300,5 @@ def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts_beside_moments(optimizer: Any) -> bool:
-    """Return whether this is torch's Adam, because other optimizers count steps in their param groups."""
+    """Return whether the optimizer is torch's Adam or AdamW, which count steps per parameter."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

@@ -1,9 +1,9 @@
-"""Checks of FSDP2's private classes, on which this feature is built.
+"""Checks that torch's private FSDP2 classes are as this feature expects.
 
-If torch renamed a method, our override would silently stop working: in the paired schedule (``pairs.py``),
-FSDP2 would end a backward after its first graph. If torch stopped reading an attribute that we set, gradient
-sums would be rounded to the weights' dtype. So names and signatures are compared when a model is wrapped, and
-gradients are checked once, after the first backward.
+If torch renamed a method, our override would silently stop working. For example, in the paired schedule
+(``pairs.py``), FSDP2 would end a backward after its first graph. If torch stopped reading an attribute that
+we set, gradient sums would be rounded to the weights' dtype. So names and signatures are compared when a
+model is wrapped, and gradients are checked once, after the first backward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 
 
 def require_names(owner: Any, names: Iterable[str]) -> None:
-    """Check that attributes which we set exist in torch's class, as torch would ignore a wrong name.
+    """Check that the attributes that we set exist in torch's class; torch would ignore a wrong name.
 
     Raises:
         SettingsError: an attribute neither exists on the object nor is declared by its class.
@@ -71,7 +71,7 @@ def require_reduced(
     Args:
         groups: ``FSDPParamGroup`` objects of a model.
         parameters: pairs of name and parameter of the model.
-        dtype: dtype of gradient sums.
+        dtype: expected dtype of gradient sums.
 
     Raises:
         SettingsError: a gradient has another dtype, or was not reduced.

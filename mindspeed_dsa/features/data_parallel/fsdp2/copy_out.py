@@ -1,8 +1,8 @@
-"""Copy of gathered weights out of FSDP2's all-gather buffer in one pass.
+"""Copy gathered weights out of FSDP2's all-gather buffer in one pass.
 
-FSDP2 splits the buffer and then copies weights that are not sharded on dimension 0 once more, which reads and
-writes the whole weight again. torch imports the patched function while FSDP2 is still being imported, so this
-module must not import modules that import that function.
+FSDP2 copies the gathered pieces out of the buffer, and then copies weights that are not sharded on dimension
+0 a second time, to reorder them. The patched function is imported by torch while FSDP2 is still being
+imported, so this module must not import modules that import that function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Function = Callable[..., Any]
 
 
 def _place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Copy gathered pieces into the memory of the weights.
+    """Copy the gathered shards of all ranks into the full weights.
 
     Args:
         gathered: ``[ranks, n]``, each rank's pieces one after the other.
@@ -73,7 +73,7 @@ def in_one_pass(original: _Function) -> _Function:
 
 
 def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
-    """Return whether a weight is sharded on another dimension than 0, and the buffer has the plain layout."""
+    """Return whether one pass saves a copy (some weight is not sharded on dimension 0) and is supported."""
     return (
         output.dtype is not torch.uint8
         and len(sizes) == len(parameters)

@@ -1,4 +1,4 @@
-"""Declaration of fsdp2: fixes for ``--use-torch-fsdp2``, with experts, pipelines and prefetch."""
+"""Declaration of fsdp2: fixes for ``--use-torch-fsdp2``, and support for experts, pipelines and prefetch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class Options:
     """Options of ``--use-torch-fsdp2``.
 
     Attributes:
-        prefetch: number of units whose weights are gathered ahead of the running unit.
+        prefetch: number of FSDP units whose weights are gathered in advance, while another unit runs.
         reduce_dtype: dtype of gradient sums, ``fp32`` or ``bf16``.
-        param_dtype: weights' dtype by the file, ``fp32`` or ``bf16``; ``None`` if it has no such key.
+        param_dtype: weights' dtype in the file of ``--fsdp2-config-path``, ``fp32`` or ``bf16``; ``None`` if
+            not set there.
         sharding_size: number of data parallel ranks that share one copy of the weights; ``None``: all.
-        reshard: whether to free gathered weights after forward, or number of ranks to keep them on;
-            ``None``: Megatron's setting.
-        wrapped: classes of additional units, ``"package.module.Class"``.
+        reshard: FSDP2's ``reshard_after_forward``: whether to free gathered weights after forward, or number
+            of ranks to reshard to. ``None``: Megatron's setting.
+        wrapped: module classes to wrap as FSDP units in addition to the default ones,
+            ``"package.module.Class"``.
         ignored: classes of modules whose weights are not sharded.
         experts: whether to shard experts too, over the ranks with the same experts.
     """
@@ -87,7 +89,7 @@ _REFUSED = {
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether Megatron's flag or one of ours is set; :func:`check_fsdp2` rejects ours without it."""
+    """Return whether ``--use-torch-fsdp2`` or one of our options is set; ``check_fsdp2`` needs the former."""
     return bool(getattr(settings, "use_torch_fsdp2", False)) or any(
         _is_given(settings, name) for name in _OWN
     )
@@ -176,7 +178,7 @@ def _check_experts(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_sharding_size(size: int, ranks: int) -> Iterator[str]:
-    """Yield an error for a size that leaves a single rank per copy or does not divide the ranks.
+    """Yield an error if ``size`` is below 2 or does not divide ``ranks``.
 
     Args:
         size: number of ranks that share one copy of the weights.

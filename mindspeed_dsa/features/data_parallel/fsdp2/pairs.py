@@ -1,11 +1,12 @@
 """FSDP2 in Megatron's paired schedule, which interleaves one microbatch's forward with another's backward.
 
-FSDP2 gathers and reduces in hooks of module calls, but this schedule calls parts of layers. It therefore
-announces the units that it is about to run, and this module gathers, frees and reduces for them. Units that
-are called as modules keep FSDP2's hooks. Two more things differ from an ordinary backward pass:
+FSDP2 all-gathers weights and reduces gradients in hooks of module calls, but this schedule calls parts of
+layers (attention, MLP and so on) separately. So the schedule announces the FSDP units that it is about to
+run, and this module gathers and frees their weights and reduces their gradients. Units that are called as
+modules keep FSDP2's hooks. Two more things differ from an ordinary backward pass:
 
-* The end of a graph is not the end of the backward pass. FSDP2 would free all weights there, including
-  weights that the interleaved forward is using.
+* The end of one autograd graph is not the end of the backward pass. FSDP2 would free all weights there,
+  including weights that the interleaved forward is using.
 * A unit's gradients are complete when its last weight gradient is computed. This may be long after its
   weights were freed: a weight gradient needs the layer's input and the output's gradient, but not the weight.
   Gradients that are computed later are reduced like any other gradient.
@@ -57,7 +58,7 @@ _TAKEN_APART = ("TransformerBlock", "MoELayer", "MultiTokenPredictionBlock", "Mu
 
 
 def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) -> None:
-    """Let Megatron's schedule plans of the model in ``root`` find the units to gather.
+    """Attach :class:`Model` and :class:`Unit` objects to the model and its layers, for the schedule plans.
 
     Raises:
         SettingsError: a unit would never be gathered.
@@ -90,7 +91,7 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
 
 
 def run_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayerSchedulePlan.run`` to gather the weights of both layers around it."""
+    """Decorate ``TransformerLayerSchedulePlan.run`` to gather and afterwards free both layers' weights."""
 
     def run(
         f_layer: Any,
@@ -157,7 +158,7 @@ def run_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Unit:
-    """Unit that a schedule runs in parts.
+    """FSDP unit (a layer) that a schedule runs as several calls.
 
     Args:
         module: ``FSDPModule`` of the unit.
@@ -169,15 +170,15 @@ class Unit:
         self._state = module._get_fsdp_state()
 
     def gather(self) -> None:
-        """Gather the weights and wait for them."""
+        """All-gather the unit's weights and wait for them."""
         _gather(self.module)
 
     def ahead(self, direction: TrainingState) -> list[Any]:
-        """Return the states of the next units, whose gathers are issued while this unit computes."""
+        """Return the FSDP states of the units to prefetch while this unit computes."""
         return [state for state in _ahead(self._state, direction) if state is not self._state]
 
     def drop(self, direction: TrainingState, kept: Iterable[Any]) -> None:
-        """Free the weights as FSDP2 does after this direction, unless ``kept`` has this unit's state."""
+        """Free the weights after the pass ``direction``, unless this unit's state is in ``kept``."""
         if self._state in kept:
             return
         for group in groups_of(self.module):
@@ -186,15 +187,15 @@ class Unit:
                     group.reshard()
 
     def finish(self) -> None:
-        """Compute the deferred gradients, and start to reduce."""
+        """Compute the unit's deferred weight gradients, and start to reduce its gradients."""
         self.late.run()
 
 
 @contextlib.contextmanager
 def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
-    """Surround all parts of a forward and a backward that are interleaved, possibly of the same unit.
+    """Gather the weights of two interleaved units, prefetch the next ones, and free the weights on exit.
 
-    All ranks must call it with units at the same positions.
+    All ranks must call it for the same units of their models, in the same order.
     """
     running = [
         (unit, direction)
@@ -215,11 +216,11 @@ def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
 
 
 class Model:
-    """Model, or chunk of a model, whose units a schedule runs in parts.
+    """Model or model chunk with FSDP units that a schedule runs as several calls.
 
     Args:
         root: outermost ``FSDPModule``.
-        units: units that are run in parts.
+        units: units that are run as several calls.
 
     Raises:
         SettingsError: FSDP2's state classes are not the supported ones.
@@ -239,7 +240,7 @@ class Model:
             state.model = self
 
     def begin_forward(self) -> None:
-        """Gather the root's own weights, and issue the first gathers."""
+        """Gather the root's own weights, and start to gather the first units' weights."""
         state = self._root._get_fsdp_state()
         if state._state_ctx.iter_forward_root is None:
             state._root_pre_forward(self._root, (), {})  # makes gathers wait for the optimizer's step
@@ -247,7 +248,7 @@ class Model:
         self._begin(TrainingState.FORWARD)
 
     def begin_backward(self) -> None:
-        """Begin a backward in the same way; it lasts until :meth:`end_backward`."""
+        """Begin a backward pass, until :meth:`end_backward`; gathers weights like :meth:`begin_forward`."""
         self.in_backward = True
         self._begin(TrainingState.PRE_BACKWARD)
 
@@ -273,7 +274,7 @@ class Model:
                 unit.finish()
 
     def end_backward(self) -> None:
-        """Finish, free all weights, and wait until the reduced shards are in this rank's gradients."""
+        """Compute deferred gradients, free all weights, and wait until all gradients are reduced."""
         self.finish()
         self.in_backward = False
         self._root._get_fsdp_state()._root_post_backward_final_callback()
@@ -293,7 +294,7 @@ class Model:
 
 
 class _State(FSDPState):
-    """FSDP2 state of a unit in a :class:`Model`, run in parts or called as a module."""
+    """FSDP2 state of a unit in a :class:`Model`; keeps the end of a graph from ending the backward pass."""
 
     model: Model
 
@@ -325,7 +326,7 @@ def _alone(layer: ref[Any]) -> AbstractContextManager[None]:
 
 
 def mark_gathered(unit: Any, *_: Any) -> None:
-    """Mark gathered weights as freed storage, for features that move saved tensors."""
+    """Mark gathered weights as memory that will be freed, so that other features do not swap them."""
     # FSDP2 frees their memory and fills it again.
     for group in groups_of(unit):
         for param in group.fsdp_params:
@@ -377,7 +378,7 @@ class Late:
         self._queue: list[Queued] = []
 
     def deferred(self) -> AbstractContextManager[Collection[DeferredGradient]]:
-        """Return a context that defers the gradients of the weights, which must be gathered."""
+        """Return a context in which weight gradients are deferred; the weights must be gathered."""
         # A schedule that collects gradients gets all of them, as from units that are called as modules.
         if are_queued():
             return also_queued(_matrices(self._groups))
@@ -411,7 +412,7 @@ def _computed(queued: Queued) -> tuple[Tensor, Tensor | None]:
 
 
 def _reduce(group: Any) -> None:
-    """Run FSDP2's post-backward of a unit without resharding its weights or changing its state."""
+    """Reduce a group's gradients with FSDP2's ``post_backward``, keeping its weights and state."""
     state, reshards = group._training_state, group.reshard_after_backward
     group.reshard_after_backward = False  # another microbatch may be using the weights
     try:
@@ -424,9 +425,9 @@ def _reduce(group: Any) -> None:
 
 
 def leave_gradients(unit: Any) -> None:
-    """Make a unit's calls queue their weight gradients if the schedule collects them.
+    """Defer the weight gradients of a unit that is called as a module, if the schedule collects them.
 
-    The weights are still freed as usual, since a weight gradient does not need them.
+    FSDP2 still frees the weights as usual, since computing a weight gradient does not need them.
     """
     entered: list[AbstractContextManager[Any]] = []
 
@@ -449,6 +450,6 @@ def _matrices(groups: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def reduce_left(root: ref[Any]) -> None:
-    """Reduce gradients that were computed after a model's backward, as FSDP2 does at its end."""
+    """Reduce weight gradients that were computed after the model's backward had ended."""
     module: Any = root()
     module._get_fsdp_state()._root_post_backward_final_callback()

@@ -1,4 +1,4 @@
-"""Selection of the parameters to shard, with the dimension and the ranks of each.
+"""Selection of the parameters to shard, and of the dimension and ranks for each parameter.
 
 Dense weights are sharded over all data and context parallel ranks, or over the ranks that share a copy.
 Experts, on request, are sharded over the ranks that hold the same experts: Megatron's expert data parallel
@@ -35,7 +35,7 @@ class Placements:
     experts: dict[nn.Parameter, DeviceMesh] = field(default_factory=dict)
 
     def counts(self, parameter: nn.Parameter, dense: DeviceMesh) -> bool:
-        """Return whether this rank counts a whole parameter in norms, which are summed over shards.
+        """Return whether this rank includes an unsharded parameter in gradient norms, as one rank should.
 
         Args:
             parameter: parameter that is not sharded.
@@ -130,8 +130,8 @@ def _dimension(parameter: nn.Parameter, pieces: int, gated: bool) -> int | None:
 def _expert_mesh(dense: DeviceMesh, context: Context[Options]) -> DeviceMesh | None:
     """Return the mesh of ranks with the same experts; ``None`` if each copy belongs to one rank.
 
-    With ``--fsdp2-sharding-size``, ranks that share dense weights are neighbours with fast links. Ranks among
-    them with the same experts then share a copy of these.
+    With ``--fsdp2-sharding-size``, a copy of the dense weights is sharded over neighbouring ranks with fast
+    links. Experts are then sharded over those of these ranks that have the same experts.
     """
     group = context.megatron("core.parallel_state").get_expert_data_parallel_group()
     size = group.size()

@@ -1,6 +1,6 @@
 """FSDP2 with equal shards on any divisible dimension, and with prefetched gathers.
 
-Gradients are summed in their own dtype. This module does not depend on Megatron: any ``FSDPModule`` works.
+Gradient sums have a separate dtype. This module does not depend on Megatron.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Plan:
             the caller.
         reshard: whether to free gathered weights after forward, or number of ranks to keep them on.
         reduce_dtype: dtype of gradient sums over ranks and microbatches.
-        divide_by: divisor of gradient sums.
-        elsewhere: dict from parameters sharded over another mesh to that mesh. They are gathered and reduced
-            together with the rest of their unit, but in separate collectives.
+        divide_by: divisor of gradient sums over ranks.
+        elsewhere: dict from parameter to its mesh, for parameters that are sharded over another mesh than
+            :attr:`mesh`. They are gathered and reduced together with the rest of their unit, but in separate
+            collectives.
     """
 
     mesh: DeviceMesh
@@ -101,7 +102,7 @@ def _mesh_info(mesh: DeviceMesh) -> Any:
 
 
 def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
-    """Return the first dimension (of ``dims``) that divides into ``pieces`` equal pieces, or ``None``."""
+    """Return the first dimension in ``dims`` (default: all) that is divisible by ``pieces``, or ``None``."""
     candidates = range(len(shape)) if dims is None else dims
     return next((dim for dim in candidates if shape[dim] and shape[dim] % pieces == 0), None)
 
@@ -118,7 +119,7 @@ class FirstGradients:
         self._left: tuple[nn.Module, torch.dtype] | None = (root, dtype)
 
     def check(self) -> None:
-        """Check the gradients, once there are any.
+        """Check the gradients the first time that any exist.
 
         Raises:
             SettingsError: see :func:`checks.require_reduced`.
@@ -135,7 +136,7 @@ class FirstGradients:
 def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGradients:
     """Convert the units and ``root`` to ``FSDPModule``; ``root`` gets the parameters outside of units.
 
-    Attributes of parameters are kept. Classes and hooks of the modules change for the rest of their lifetime.
+    Attributes of parameters are kept. Classes and hooks of the modules change permanently.
 
     Args:
         root: whole model.
@@ -143,7 +144,7 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
         plan: sharding and dtypes.
 
     Returns:
-        Check to call after each backward.
+        Object whose ``check`` method the caller calls after each backward.
 
     Raises:
         SettingsError: FSDP2's classes are not the supported ones, or a shard does not accept an attribute of
@@ -182,7 +183,7 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:
-    """Free the weights after a forward without gradients, as a backward would do."""
+    """Forward hook that frees the weights if no backward will follow."""
     # Optimizer and checkpoints know the shards only. Also, FSDP2 would take a prefetched gather that no unit
     # has used for a gather of the next weights.
     if not torch.is_grad_enabled():
@@ -230,7 +231,7 @@ _graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's pr
 
 
 class _InForward(list[Any]):
-    """Units to prefetch in forward; empty while a layer is recomputed, as the next units have run already."""
+    """Units to prefetch in forward; empty during activation recompute, whose next units have run already."""
 
     def __iter__(self) -> Iterator[Any]:
         # A graph task id other than -1: this forward is a recomputation inside a backward.
@@ -239,7 +240,7 @@ class _InForward(list[Any]):
 
 
 def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:
-    """Let each unit issue the gathers of its neighbours: next units in forward, previous ones in backward.
+    """Set the units that each unit prefetches: the next units in forward, the previous ones in backward.
 
     At most ``ahead`` units are gathered in addition to the running one.
 

@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Whole:
-    """Gradient handling for parameters that are not sharded.
+    """Handlers for the gradients of unsharded ("whole") and sharded parameters.
 
     Attributes:
         ddp: Megatron's DDP of these parameters; ``None`` if there are none.
@@ -176,7 +176,7 @@ def _usual_units(megatron: Megatron) -> tuple[type, ...]:
 
 
 def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, options: Options) -> Any:
-    """Wrap the parameters that are not sharded in Megatron's DDP; ``None`` without trainable ones."""
+    """Wrap the parameters that are not sharded in Megatron's DDP; return ``None`` if none is trainable."""
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
     # DDP takes a module. Names must not contain dots, so they use slashes.
@@ -192,7 +192,7 @@ def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, optio
 
 
 def reduce_whole_gradients(original: _Function) -> _Function:
-    """Decorate ``finish_grad_sync`` to reduce whole parameters; backward has reduced the sharded ones."""
+    """Decorate ``finish_grad_sync`` to reduce unsharded gradients; backward has reduced the sharded ones."""
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         whole = getattr(self, _WHOLE)
@@ -205,7 +205,7 @@ def reduce_whole_gradients(original: _Function) -> _Function:
 
 
 def scale_all_gradients(original: _Function) -> _Function:
-    """Decorate ``scale_gradients`` to scale both sharded and whole gradients."""
+    """Decorate ``scale_gradients`` to scale both sharded and unsharded gradients."""
 
     def scale_gradients(self: Any, scaling_factor: Any) -> None:
         for gradient in shards.sharded_gradients(self.module):
@@ -217,7 +217,7 @@ def scale_all_gradients(original: _Function) -> _Function:
 
 
 def zero_whole_gradients(original: _Function) -> _Function:
-    """Decorate ``zero_grad_buffer`` to clear whole gradients; the optimizer drops sharded ones."""
+    """Decorate ``zero_grad_buffer`` to clear unsharded gradients; the optimizer drops sharded ones."""
 
     def zero_grad_buffer(self: Any) -> None:
         if (ddp := getattr(self, _WHOLE).ddp) is not None:
@@ -235,7 +235,7 @@ def to_local_if_dtensor(tensor: Any) -> Any:
 
 
 def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:
-    """Return the ranks that hold the other shards; replaces ``get_data_parallel_group_if_dtensor``.
+    """Return the process group of a tensor's shards; replaces ``get_data_parallel_group_if_dtensor``.
 
     Args:
         tensor: parameter or gradient.
@@ -257,7 +257,7 @@ def gradient_in_place(tensor_to_shard: Tensor, reference_tensor: Any) -> Any:
 
 
 def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``_collect_main_grad_data_for_unscaling`` to return only ``DTensor`` objects, if any."""
+    """Decorate ``_collect_main_grad_data_for_unscaling``: if any gradient is a ``DTensor``, convert all."""
     # One fused operator works on all gradients. torch looks at the first one to decide whether ranks exchange
     # the flag for infinities, so shards come first.
 
@@ -283,7 +283,7 @@ _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``validate_args`` to hide FSDP2 from Megatron's check with pipelines or experts."""
+    """Decorate ``validate_args`` to hide FSDP2 from the check that rejects it with pipelines or experts."""
     # `check_fsdp2` makes the checks that Megatron would make otherwise. This wrapper sets the values that
     # Megatron would derive from the flag.
 
