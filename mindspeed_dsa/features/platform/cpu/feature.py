@@ -1,8 +1,8 @@
 """Declaration of the CPU platform: Megatron's ``torch.cuda`` calls are redirected to the host.
 
 ``torch.cuda.is_available()`` stays false, so that torch itself, torch.compile, DataLoader and checkpointing
-behave as on any CPU build. Megatron runs because of its own ``allow_no_cuda``. Only names used by
-Megatron-core or Megatron-LM's training loop are redirected.
+behave as on any CPU build. Megatron accepts this because its own argument ``allow_no_cuda`` is set. Only
+names used by Megatron-core or Megatron-LM's training loop are redirected.
 
 Pipeline messages over gloo are a separate feature, so that ``doctor`` lists them separately.
 """

@@ -2,28 +2,28 @@
 
 Groups are destroyed together with Megatron's parallel state.
 
-Interleaved pipelines over gloo would compute wrong gradients without the transfers in this module. Megatron's
-overlapped schedule starts a send, and before the next microbatch sets the sent tensor's ``.data`` to a
-one-element tensor (``deallocate_output_tensor``). It waits for the send only later. On NCCL this is sound:
-the send is enqueued on a stream, and the caching allocator reuses the memory only for later work on that
-stream. A gloo send reads the memory when the receiver is ready, from a separate thread, at the address taken
-at its start. Its work object holds the tensor, but ``.data`` replaces the tensor's storage, so the memory is
-freed under a pending send. The receiver then gets whatever was written there meanwhile: wrong gradients, NaN,
-or ``writev: Bad address`` if the pages are unmapped.
+Without this module, interleaved pipelines over gloo would compute wrong gradients. Megatron's overlapped
+schedule starts a send, and before the next microbatch sets the sent tensor's ``.data`` to a one-element
+tensor (``deallocate_output_tensor``). It waits for the send only later. On NCCL this is sound: the send is
+enqueued on a stream, and the caching allocator reuses the memory only for later work on that stream. A gloo
+send reads the memory when the receiver is ready, from a separate thread, at the address taken at its start.
+Its work object holds the tensor, but ``.data`` replaces the tensor's storage, so the memory is freed under a
+pending send. The receiver then gets arbitrary data, which shows as wrong gradients, NaN, or
+``writev: Bad address`` if the pages are unmapped.
 
 Gloo also lacks two other properties of NCCL:
 
 * NCCL pairs the sends and receives of two ranks by the order in which they were started. Megatron lists a
-  batch as (previous, next) on both sides. With two pipeline ranks previous and next are the same rank, so one
-  side's gradient would meet the other side's activation. Gloo has tags, which tell them apart.
+  batch as (previous, next) on both sides. With two pipeline ranks, previous and next are the same rank, so
+  one rank would receive an activation where it expects a gradient. Gloo has tags, which distinguish the two.
 * An NCCL work object may be dropped. Dropping an incomplete gloo send cancels it: the message is lost and the
   receiver hangs. The schedule drops the handle of its last forward send. This matters in evaluation, where no
-  gradient proves that the send has arrived.
+  returning gradient shows that the message has arrived.
 
-A send here therefore uses an alias that keeps the storage alive. Its handle is kept until it is complete,
-each direction has its own tag, and the schedule returns after its sends are done. The shapes that
-``variable_seq_lengths`` exchanges first are not tagged. With two pipeline ranks and several model chunks they
-need the overlapped schedule, which Megatron-LM requires anyway.
+In this module, a send therefore uses an alias tensor that keeps the storage alive. Its handle is kept until
+the send is complete, each direction has its own tag, and the schedule returns only after its sends are
+complete. The shapes that ``variable_seq_lengths`` exchanges first are not tagged. With two pipeline ranks and
+several model chunks they need the overlapped schedule, which Megatron-LM requires anyway.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ because enabling another feature starts a new one."""
 
 
 def remember_group(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``create_group`` to remember groups, in Megatron releases that keep no list of them."""
+    """Decorate ``create_group`` to record created groups, in Megatron releases that keep no list of them."""
     # Not all groups can be found in Megatron's module: if a rank belongs to two groups of one kind, some
     # variables hold the last one only.
 
@@ -64,7 +64,7 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
 
 
 def set_up_together(original: _Function) -> _Function:
-    """Decorate ``initialize_model_parallel`` to return only when every rank has all its groups."""
+    """Decorate ``initialize_model_parallel`` to return only after every rank has created all its groups."""
     # Creating a gloo group waits for the rank's own connections only. A rank that finishes early and destroys
     # the group would disconnect ranks that are still connecting. The barrier is here, which all ranks reach.
     # A failed rank may reach the destruction alone.
@@ -78,7 +78,7 @@ def set_up_together(original: _Function) -> _Function:
 
 
 def destroy_groups(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``destroy_model_parallel`` to destroy the groups that Megatron's ``create_group`` has made."""
+    """Decorate ``destroy_model_parallel`` to destroy the groups created by Megatron's ``create_group``."""
     # The module's variables may also hold the world group or a group of the caller. Like Megatron's
     # destruction of its explicit gloo groups, this does not wait for other ranks.
 
@@ -99,7 +99,7 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
 
 
 def _forget(variables: dict[str, Any], groups: set[ProcessGroup]) -> None:
-    """Remove groups from a module's variables, lists and dicts."""
+    """Remove references to groups from a module's variables, lists and dicts."""
     # A reference would keep the group's threads alive.
     for name, value in variables.items():
         if isinstance(value, ProcessGroup) and value in groups:
@@ -119,14 +119,14 @@ _BACKWARD_TAG = 2  # gradients, to the previous rank
 
 
 class Sends(list[tuple[Any, torch.Tensor]]):
-    """Sends of the schedules that may be incomplete: ``(work, alias of the sent tensor)``."""
+    """Sends of pipeline schedules that may be incomplete: ``(work, alias of the sent tensor)``."""
 
     def __init__(self, context: Context[None]) -> None:
         super().__init__()
 
 
 def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``_p2p_ops``, which returns handles by name, to exchange safely over gloo."""
+    """Decorate ``_p2p_ops``, which returns a dict of handles, to exchange safely over gloo."""
 
     def _p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
@@ -179,7 +179,7 @@ def _exchange(
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, Any]:
-    """Start up to four transfers.
+    """Start up to four sends and receives with the neighboring pipeline stages.
 
     Args:
         pending: sends that may be incomplete; the sends started here are appended.

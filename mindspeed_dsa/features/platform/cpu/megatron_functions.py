@@ -30,7 +30,7 @@ def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: 
 
 
 class _HostStateFilter(logging.Filter):
-    """Filter for the tracker's warning that the CPU random state has changed."""
+    """Log filter that drops the RNG tracker's warning that the CPU random state has changed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.msg

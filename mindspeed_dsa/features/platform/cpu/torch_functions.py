@@ -27,11 +27,12 @@ _TABLES = ("torch.utils._device:_device_constructors", "torch.jit._builtins:_get
 
 
 def fill_tables() -> None:
-    """Make torch fill two tables of its functions now, before they are patched.
+    """Make torch fill two lookup tables of its functions, before the functions are patched.
 
-    torch fills them on first use from the current values of its names. One lists the functions that
-    ``with torch.device(...)`` changes, the other the operators of ``torch.jit.script``. Both must hold the
-    original functions: torch looks these up in the first table, and they remain when patches are undone.
+    torch fills each table on first use, from the functions that its names refer to at that time. One table
+    lists the functions that ``with torch.device(...)`` affects, the other the operators of
+    ``torch.jit.script``. Both must have the original functions: torch looks up originals in the first table,
+    and the tables remain when the patches are undone.
     """
     # A release of torch without such a table has nothing to fill.
     for table in _TABLES:
@@ -75,7 +76,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return (0, 0), for no CUDA architecture."""
+    """Return (0, 0), which is no CUDA architecture."""
     return (0, 0)
 
 
@@ -218,7 +219,7 @@ def tensor_to_host(original: _Function) -> _Function:
 
 
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the tensor itself, as a CUDA tensor would; replaces ``Tensor.cuda``."""
+    """Return the tensor itself, as ``Tensor.cuda`` does for CUDA tensors; replaces ``Tensor.cuda``."""
     return self if self.device.type == "cpu" else self.to(_CPU)
 
 
@@ -228,7 +229,7 @@ def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Do nothing, because no queue outlives a tensor; replaces ``Tensor.record_stream``."""
+    """Do nothing, because host work on a tensor is complete when it is freed; replaces ``record_stream``."""
 
 
 # -- torch's own machinery -----------------------------------------------------------------------
@@ -255,7 +256,7 @@ def group_over_gloo(original: _Function) -> _Function:
 
 
 def find_redirected_builtin(original: _Function) -> _Function:
-    """Decorate ``torch.jit``'s operator lookup, which compares by identity, to find redirected functions."""
+    """Decorate ``torch.jit``'s operator lookup, which is by identity, to find patched functions too."""
 
     def find_builtin(function: Any) -> Any:
         found = original(function)

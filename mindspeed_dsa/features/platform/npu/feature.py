@@ -1,8 +1,8 @@
 """Declaration of the NPU platform: names that torch_npu does not redirect from CUDA.
 
 torch_npu's ``transfer_to_npu`` redirects calls and devices to the NPU. It does not cover names of tensor
-types, arguments that HCCL rejects, and calls of NVIDIA's libraries. Without these rows no Megatron job takes
-a step.
+types, arguments that HCCL rejects, and calls of NVIDIA's libraries. Without the patches declared here no
+Megatron job completes a training step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups over HCCL where Megatron expects NCCL: fp64 reductions, and the device of a backend.
+"""Fixes for HCCL where Megatron expects NCCL: fp64 all-reduce, and the device type of a backend.
 
 Does not import Megatron, because Megatron is being imported when this module is loaded.
 """

@@ -1,7 +1,8 @@
 """Declarations for Megatron without Transformer Engine and Apex, as on every NPU and CPU.
 
-They cover Adam's fused step and its resume, gradient norms, gradient accumulation fusion, Megatron's own
-modules, and command lines of MindSpeed, which replaces those libraries by its own operators.
+The features cover Adam's fused step, resume of its state, gradient norms, gradient accumulation fusion, and
+Megatron's own modules. They also accept command lines written for MindSpeed, which replaces those libraries
+by its own operators.
 
 tests: tests/features/platform/fused_adam, tests/features/platform/gradient_fusion
 tests: tests/features/platform/optimizer_resume, tests/features/platform/gradient_norm
@@ -30,7 +31,7 @@ _OTHERS = ("swap_optimizer", "virtual_optimizer", "use_torch_fsdp2")
 
 
 def adam_wanted(settings: Any) -> bool:
-    """Return whether the fused step is on; by default on NPUs, unless another feature has its own step."""
+    """Return whether the fused Adam step is on; default: on NPUs, if no other feature replaces the step."""
     if settings.fused_adam is not None:
         return bool(settings.fused_adam)
     return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
@@ -102,7 +103,7 @@ RESUME_ROWS = (
 
 
 def has_no_norm_kernel(settings: Any) -> bool:
-    """Return whether Megatron computes norms itself, because neither library with kernels is installed."""
+    """Return whether gradient norms use Megatron's own code, as without Transformer Engine and Apex."""
     return find_spec("transformer_engine") is None and find_spec("amp_C") is None
 
 
@@ -127,12 +128,12 @@ _UNBUFFERED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 
 
 def fusion_wanted(settings: Any) -> bool:
-    """Return whether the fusion is on; by default on NPUs, unless gradients have no buffer."""
+    """Return whether gradient accumulation fusion is on; default: on NPUs with ``main_grad`` buffers."""
     return _serves(settings, settings.platform)
 
 
 def serves(args: Any) -> bool:
-    """Return whether the fusion is on for these arguments on this process's platform."""
+    """Return whether gradient accumulation fusion is on for these arguments, on this process's platform."""
     return _serves(args, platforms.current().name)
 
 
@@ -146,7 +147,7 @@ def _serves(source: Any, platform: str) -> bool:
 
 
 def check_embedding(args: Any, options: Any) -> list[str]:
-    """Return an error if Megatron would import Apex's module itself."""
+    """Return an error if ``--defer-embedding-wgrad-compute`` would import Apex's missing module."""
     if not (
         argument(args, "gradient_accumulation_fusion") and argument(args, "defer_embedding_wgrad_compute")
     ):
@@ -241,7 +242,7 @@ MODULE_ROWS = (
 
 
 def needed_rows(settings: Any) -> tuple[Patch, ...]:
-    """Return the rows for the missing libraries."""
+    """Return the patches for the libraries that are not installed."""
     return (
         *(RESUME_ROWS if settings.platform in ("cpu", "npu") else ()),
         *(NORM_ROWS if has_no_norm_kernel(settings) else ()),
@@ -250,7 +251,7 @@ def needed_rows(settings: Any) -> tuple[Patch, ...]:
 
 
 def lacks_libraries(settings: Any) -> bool:
-    """Return whether there is a row for a missing library."""
+    """Return whether any library with patches is not installed."""
     return bool(needed_rows(settings))
 
 
@@ -279,7 +280,7 @@ _FUSIONS = {
 
 
 def switch_off_missing_fusions(args: Any) -> Sequence[str]:
-    """Switch off arguments that need a missing module; the results do not change (``Feature.rewrite``)."""
+    """Switch off fusion arguments that need a missing module; results stay equal (``Feature.rewrite``)."""
     missing = [
         (name, module)
         for name, module in _FUSIONS.items()

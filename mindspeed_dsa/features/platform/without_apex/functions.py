@@ -63,7 +63,7 @@ def _fused(optimizer: Any) -> Iterator[None]:
 
 @cache
 def _absent() -> bool:
-    """Return whether the device is an NPU and torch_npu lacks the fused operators."""
+    """Return whether this is an NPU with a torch_npu that lacks the fused Adam operators."""
     if platforms.current().name != "npu":
         return False
     has = private("torch._C:_dispatch_has_kernel_for_dispatch_key", "fused-adam")
@@ -78,7 +78,7 @@ def _can_be_fused(group: dict[str, Any]) -> bool:
 
 
 def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Move the step count to the device, where the operator reads it; a loaded count is on the host."""
+    """Move a step count that was loaded to the host to the device, where the fused operator reads it."""
     state = optimizer.state.get(parameter, {})
     count = state.get("step")
     if isinstance(count, torch.Tensor) and count.device != parameter.device:
@@ -111,14 +111,14 @@ def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Kernels:
-    """Functions of Apex's ``fused_weight_gradient_mlp_cuda`` that Megatron's linear layers call."""
+    """Replacement for Apex's ``fused_weight_gradient_mlp_cuda``, which Megatron's linear layers call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         """Add ``grad_output.T @ rows`` to ``main_grad``.
 
-        On NPUs one operator does this and rounds in fp32 only. Elsewhere a 16-bit product is rounded before
-        the addition, as without fusion.
+        On NPUs one operator multiplies and accumulates in fp32. On other devices the product is rounded to 16
+        bits before the addition, as without fusion.
 
         Args:
             rows: layer input ``[rows, in]``.
@@ -163,7 +163,7 @@ def refuse_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``quantize_param_shard`` to skip empty lists, on which it fails without Transformer Engine."""
+    """Decorate ``quantize_param_shard`` to skip empty lists; without Transformer Engine they would raise."""
 
     def quantize_param_shard(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         if model_params:
@@ -173,6 +173,6 @@ def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_never_one(module: object) -> bool:
-    """Return false, because only Transformer Engine has such layers."""
+    """Return false; replaces checks for layer types that only Transformer Engine has."""
     # Replaces `is_inference_column_parallel_linear`.
     return False

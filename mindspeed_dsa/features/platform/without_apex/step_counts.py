@@ -3,8 +3,8 @@
 Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. This causes three
 bugs:
 
-* Resuming fails, because Megatron reads the new optimizer's state first, and no parameter has a step count
-  yet.
+* Resuming fails, because Megatron first reads the new optimizer's state, in which no parameter has a step
+  count yet.
 * Loading moments fails in the checkpoint formats without step counts. In the format with step counts
   (``dp_reshardable``) it overwrites the loaded count with the new optimizer's 0.
 * After loading, all parameters share one tensor as their step count. torch increments it in place once per

@@ -1,4 +1,4 @@
-"""Replacements for Megatron's uses of CUDA, on CPUs and NPUs: tensor type names, kernels, compilers, NVML.
+"""Replacements for CUDA names, kernels, compilers and NVML that Megatron uses, for CPUs and NPUs.
 
 Does not import Megatron, because Megatron is being imported when this module is loaded.
 """
@@ -59,7 +59,7 @@ def type_as_on_cuda(original: _Function) -> _Function:
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Return the bytes of device memory in use by all processes; on a CPU host memory."""
+    """Return the device memory (on a CPU: host memory) in use by all processes, in bytes."""
     memory = platforms.current().memory()
     return memory.total - memory.free
 
@@ -82,7 +82,7 @@ NO_NVTX = _NoNvtx()
 
 
 def jit_fuser(context: Context[None]) -> _Function:
-    """Return the ``jit_fuser``: torch.compile on an NPU with Ascend's Triton, else :func:`run_eagerly`."""
+    """Return Megatron's ``jit_fuser``: torch.compile on NPUs with Ascend's Triton, else run eagerly."""
     if platforms.current().name == "npu" and _has_triton_ascend():
         return torch.compile
     return run_eagerly
@@ -103,7 +103,7 @@ def _has_triton_ascend() -> bool:
 
 
 def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return false, for no fused kernel; replaces ``FusedScaleMaskSoftmax.is_kernel_available``."""
+    """Return false (no fused kernel); replaces ``FusedScaleMaskSoftmax.is_kernel_available``."""
     return False
 
 
@@ -114,7 +114,7 @@ def no_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> None:
 
 
 def no_device_arch() -> int:
-    """Return 0, for no CUDA architecture; replaces ``get_device_arch_version``."""
+    """Return 0 (no CUDA architecture); replaces ``get_device_arch_version``."""
     return 0
 
 

@@ -1,6 +1,7 @@
-"""Patch rows for Megatron on devices without CUDA's kernels and names: CPUs and NPUs.
+"""Patches for Megatron on devices without CUDA's kernels and names: CPUs and NPUs.
 
-Both platform features include these rows. Replacements query the platform where the two differ.
+The CPU and the NPU feature both include these patches. Replacement functions query the current platform where
+the two differ.
 """
 
 from __future__ import annotations
