@@ -20,15 +20,18 @@ Backend = Any
 
 @dataclass(frozen=True)
 class Plan:
-    """Communication of a layer in one call.
+    """Communication settings of one call of a parallel linear layer.
 
     Attributes:
-        backend: module with ``Gather``, ``gather_matmul``, ``matmul_scatter`` and ``BESIDE_COLLECTIVES``,
-            which tells whether these may start while a collective of the group is in flight. A backend for
-            layers without sequence parallelism also has ``matmul_reduce``; fused operators do not.
+        backend: module with ``Gather``, ``gather_matmul``, ``matmul_scatter`` and ``BESIDE_COLLECTIVES``. The
+            latter is true if these functions may start while a collective of the group is in flight. Backends
+            that support layers without sequence parallelism also have ``matmul_reduce``; fused operators do
+            not.
         group: tensor parallel group.
-        sequence_parallel: whether ranks hold different rows outside of the layer.
-        forward, backward: number of chunks; with 1 the communication is the same as in stock Megatron.
+        sequence_parallel: whether input (column parallel) or output (row parallel) is split over ranks along
+            the sequence.
+        forward, backward: number of chunks in each pass; with 1 the communication is the same as in stock
+            Megatron.
         keep_gathered: whether a column parallel layer saves all ranks' rows for its backward.
         fusion: Megatron's ``gradient_accumulation_fusion``.
         megatron: Megatron package whose global memory buffer holds gathered rows that are not saved.
@@ -44,7 +47,7 @@ class Plan:
     fusion: bool = False
 
     def passing(self, local: Tensor) -> Allocate:
-        """Return an allocator in Megatron's gather buffer, whose memory is valid until the next gather."""
+        """Return an allocator that uses Megatron's global memory buffer, which the next gather overwrites."""
 
         def allocate(shape: list[int]) -> Tensor:
             buffer = self.megatron("core.parallel_state").get_global_memory_buffer()
@@ -108,14 +111,14 @@ class Column(torch.autograd.Function):
 def column_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of input and weight; the input's is communicated during the weight's matmul.
+    """Compute input and weight gradients; the input gradient is communicated during the weight's matmul.
 
     Args:
         weight: ``[out / tp, in]``.
         grad: output gradient ``[rows, out / tp]``, or ``[tp * rows, out / tp]`` under sequence parallelism.
         plan: communication of the layer.
-        gradient: accumulator of the weight gradient, with input ``[rows, in]``, or ``[tp * rows, in]`` if the
-            gathered rows were kept; ``None`` for a frozen weight.
+        gradient: accumulator of the weight gradient. It has the layer's input, ``[rows, in]``, or
+            ``[tp * rows, in]`` if the gathered rows were kept. ``None`` for a frozen weight.
     """
     if not plan.sequence_parallel:
         # The all-reduce runs during the weight gradient's matmul.
@@ -171,7 +174,7 @@ class Row(torch.autograd.Function):
 def row_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of input and weight under sequence parallelism, as chunks of ``grad`` arrive.
+    """Compute input and weight gradients under sequence parallelism while ``grad`` is gathered in chunks.
 
     Args:
         weight: ``[out, in / tp]``.
@@ -201,7 +204,7 @@ def row_backward(
 
 
 def _remember(ctx: Any, rows: Tensor, input: Tensor, weight: Tensor, plan: Plan) -> None:
-    """Save the tensors for backward; a frozen weight needs no rows."""
+    """Save the tensors for backward; ``rows`` are only saved if the weight is trainable."""
     learns = weight.requires_grad
     ctx.save_for_backward(weight, *([rows] if learns else []))
     ctx.plan, ctx.input_shape = plan, input.shape

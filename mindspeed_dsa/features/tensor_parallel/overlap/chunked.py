@@ -1,10 +1,10 @@
-"""Matmul and collective in chunks: one chunk is transferred while another one is multiplied.
+"""Matmul and collective in chunks: one chunk is communicated while another one is multiplied.
 
-Rows are rows of the flattened input, ``sequence * batch``. Under sequence parallelism a tensor parallel rank
-holds ``rows`` of them, and the whole is ``[tp, rows, width]``, rank after rank. A chunk is the same range of
-every rank's rows. Products are written to their final place in the whole, so no reordering is needed.
-Gathered chunks are copied once inside torch, because with gloo and NCCL the list form of all-gather receives
-into a separate buffer.
+A row is one token of the flattened input, ``sequence * batch``. Under sequence parallelism each tensor
+parallel rank holds ``rows`` of them, and the gathered tensor is ``[tp, rows, width]``. A chunk is the same
+range of every rank's rows. Products are written directly to their position in the output, so no reordering is
+needed. Gathered chunks are copied once inside torch, because with gloo and NCCL the list form of all-gather
+receives into a separate buffer.
 
 All ranks of ``group`` must call every function in the same order, with the same shapes and numbers of chunks.
 """
@@ -29,7 +29,7 @@ _ROWS, _SUM = "rows of a linear layer", "sum of a linear layer"
 
 
 class Gather:
-    """All-gather of rows, chunk by chunk.
+    """All-gather of rows in chunks, started asynchronously at construction.
 
     Args:
         local: this rank's rows ``[rows, width]``, contiguous.
@@ -67,7 +67,7 @@ class Gather:
         return self.whole.flatten(0, 1)
 
     def arriving(self) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield ``rank, first, end, rows``: this rank's rows at once, other rows as soon as they arrive."""
+        """Yield ``rank, first, end, rows``: first this rank's rows, then each chunk's rows as they arrive."""
         yield self.rank, 0, self.local.size(0), self.local
         for (first, end), work in zip(self._ranges, self._works, strict=True):
             work.wait()
@@ -108,7 +108,7 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Start a reduce-scatter of ``whole @ weight``, from which each rank gets its own rows.
+    """Multiply ``whole @ weight`` in chunks and start to reduce-scatter the rows of the product.
 
     Args:
         whole: ``[tp * rows, k]``, any row stride.
@@ -117,7 +117,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
         chunks: number of chunks; with 1 the matmul finishes before the reduce-scatter.
 
     Returns:
-        Pending ``[rows, n]``.
+        Pending result ``[rows, n]``.
     """
     ranks = group.size()
     rows = whole.size(0) // ranks
@@ -149,7 +149,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 
 def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[tuple[int, int]]) -> Pending:
-    """Multiply and exchange the products; this rank's own rows need no transfer and are multiplied last."""
+    """Multiply, and send each product to the rank that needs it; this rank's own rows come last."""
     ranks, rows, _ = by_rank.shape
     mine = dist.get_rank(group)
     others = [rank for rank in range(ranks) if rank != mine]
@@ -166,7 +166,7 @@ def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[t
 
 
 def matmul_reduce(rows: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Start an all-reduce of ``rows @ weight``.
+    """Multiply ``rows @ weight`` in chunks and start to all-reduce the products.
 
     Args:
         rows: ``[rows, k]``, any row stride.
@@ -175,7 +175,7 @@ def matmul_reduce(rows: Tensor, weight: Tensor, group: Any, chunks: int) -> Pend
         chunks: number of chunks; with 1 the matmul finishes before the all-reduce.
 
     Returns:
-        Pending ``[rows, n]``.
+        Pending result ``[rows, n]``.
     """
     pending = Pending(rows.new_empty(rows.size(0), weight.size(1)), [], [])
     for first, end in bounds(rows.size(0), chunks):

@@ -28,7 +28,7 @@ class Options:
     """Options of the overlap.
 
     Attributes:
-        chunks: number of chunks; 0 tunes it.
+        chunks: number of chunks; 0 measures the best number at run time.
         keep_gathered: whether column parallel layers save the gathered input for backward.
         backend: implementation of matmul and collective, a key of :data:`_BACKENDS`.
     """
@@ -65,7 +65,7 @@ def _backend(settings: Any) -> str:
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
-    """Yield an error if the operators that gather and scatter rows lack sequence parallelism."""
+    """Yield an error if sequence parallelism is off, which gather and reduce-scatter operators need."""
     if getattr(args, "tensor_model_parallel_size", 1) > 1 and not getattr(args, "sequence_parallel", True):
         yield (
             f"{flag}: its operators gather and scatter rows, which tensor parallel ranks do only under "
@@ -74,7 +74,7 @@ def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
 
 
 def report_transformer_engine(args: Any, flag: str) -> None:
-    """Log that Transformer Engine's layers do not change, which is not an error."""
+    """Log that the overlap does not affect Transformer Engine's layers."""
     if getattr(args, "transformer_impl", None) == "transformer_engine":
         log.get(flag.removeprefix("--use-")).info(
             "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "
@@ -84,7 +84,7 @@ def report_transformer_engine(args: Any, flag: str) -> None:
 
 
 def coc_wanted(settings: Any) -> bool:
-    """Return whether the overlap is on, or an option without effect is set, which ``check_coc`` reports."""
+    """Return whether the overlap is on, or an option is set without effect (``check_coc`` reports it)."""
     return _switched_on(settings) or any(True for _ in _without_effect(settings))
 
 
@@ -136,7 +136,7 @@ def check_coc(args: Any, options: Any) -> Sequence[str]:
 
 
 def check_tuned(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield reasons not to tune the number of chunks, from arguments or a layer's configuration."""
+    """Yield an error if arguments or a layer's configuration rule out measuring the number of chunks."""
     return check_measured(
         args, "--use-ascend-coc", "the best number of chunks", "fix it, for example with --coc-parallel-num 4"
     )

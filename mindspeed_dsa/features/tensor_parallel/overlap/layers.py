@@ -1,4 +1,4 @@
-"""Decorators of Megatron's linear layers that choose the communication of each call."""
+"""Decorators of Megatron's linear layers, which decide for each call whether and how to overlap."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 def overlap_column_parallel(
     original: Callable[..., Tensor], context: Context[Options]
 ) -> Callable[..., Tensor]:
-    """Decorate Megatron's two linear functions, with and without a trainable weight.
+    """Decorate Megatron's linear functions for trainable and for frozen weights, to overlap communication.
 
-    Column parallel layers call them, and so does code that passes a weight, such as tied embeddings.
+    Column parallel layers call these functions, and so does code that passes a weight, such as tied
+    embeddings.
     """
     beyond = tuple(inspect.signature(original).parameters)[_COMMON:]
 
@@ -100,7 +101,7 @@ def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]
 
 
 class _Reduced:
-    """Proxy of a row parallel layer whose forward ends after the matmul, and without a bias."""
+    """Proxy of a row parallel layer that hides reduction and bias, which the caller handles."""
 
     explicit_expert_comm = True
     skip_bias_add = True
@@ -127,7 +128,7 @@ def _group_of(group: Any, context: Context[Options]) -> Any:
 
 
 def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
-    """Return whether the matmul has two ordinary tensors of one dtype, and several ranks."""
+    """Return whether the overlap supports a matmul: ordinary tensors of one dtype, and several ranks."""
     return (
         group.size() > 1
         and input.dim() >= 2
@@ -149,7 +150,7 @@ def _column_plan(
     fusion: bool,
     context: Context[Options],
 ) -> Plan | None:
-    """Return the communication of this call; ``None`` runs Megatron's own code."""
+    """Return the communication settings of this call, or ``None`` to run Megatron's own code."""
     if not _is_plain(input, weight, group):
         return None
     plan = _plan(context, group, sequence_parallel, fusion)
@@ -204,7 +205,7 @@ def _plan(context: Context[Options], group: Any, sequence_parallel: bool, fusion
 
 
 def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
-    """Return whether the fused operators support this layer; log each reason against it once."""
+    """Return whether the fused operators support this layer; if not, log the reason once."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
         text = "layers run Megatron's own code, because the fused operators do not support them: %s"
@@ -213,7 +214,7 @@ def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
 
 
 def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
-    """Return the plan with the fastest numbers of chunks for these sizes."""
+    """Return the plan with the fastest numbers of chunks for forward and backward at these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
     m, choices = input.numel() // k * ranks, context.state(tuning.Tuning)  # rows after the gather
@@ -277,14 +278,14 @@ def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: i
 
 
 def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
-    """Return whether gradients can be accumulated for tuning."""
+    """Return whether the weight's gradient buffer exists, which timing the backward needs."""
     # Before DDP wraps the model there is no `main_grad`. This backward then communicates as stock, and a
     # later call is tuned.
     return not (plan.fusion and weight.requires_grad) or getattr(weight, "main_grad", None) is not None
 
 
 def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:
-    """Return a function that creates temporary gradients of the same kind as the weight's."""
+    """Return a function that creates throwaway weight gradient accumulators for timing."""
     if not weight.requires_grad:
         return lambda: None
     main_grad = getattr(weight, "main_grad", None) if plan.fusion else None

@@ -52,7 +52,7 @@ def gather_matmul(
     """Gather and multiply like :func:`chunked.gather_matmul`, in chunks chosen by the operator.
 
     ``weight`` must be contiguous or the transpose of a contiguous tensor. ``allocate`` is unused, because the
-    operator allocates the gathered rows.
+    operator itself allocates the gathered rows.
     """
     product, whole = _torch_npu().npu_all_gather_base_mm(
         local, weight, communicator(group), group.size(), bias=None, gather_index=0, gather_output=True
@@ -64,8 +64,8 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
     """Multiply and reduce-scatter like :func:`chunked.matmul_scatter`, in chunks chosen by the operator.
 
     ``whole`` must be contiguous, and ``weight`` contiguous or the transpose of a contiguous tensor. The
-    result is ready on the current stream. A product above the operator's limit is multiplied first and then
-    scattered.
+    result is ready on the current stream. If the sizes exceed the operator's limit, the matmul finishes
+    before a separate reduce-scatter.
     """
     if whole.size(0) * weight.size(1) * whole.itemsize > _MOST_BYTES:
         return chunked.matmul_scatter(whole, weight, group, 1)

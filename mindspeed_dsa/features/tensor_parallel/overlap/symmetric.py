@@ -46,7 +46,7 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Reduce-scatter ``whole @ weight``, from which each rank gets its own rows.
+    """Multiply ``whole @ weight`` and reduce-scatter the rows of the product.
 
     Args:
         whole: ``[tp * rows, k]``, contiguous.
@@ -55,7 +55,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
         chunks: ignored, because the operator chooses.
 
     Returns:
-        Pending ``[rows, n]``, ready on the current stream.
+        Pending result ``[rows, n]``, ready on the current stream.
     """
     product = _operators().fused_matmul_reduce_scatter(whole, weight, "sum", 0, group.group_name)
     return Pending(product, [], [])

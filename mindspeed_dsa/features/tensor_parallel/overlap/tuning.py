@@ -1,4 +1,4 @@
-"""Tuning of the number of chunks, once for each kind of call, size and group."""
+"""Measurement of the best number of chunks, once per kind of call, matrix size and process group."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _BUDGET_S = 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """Key of a tuned choice, for a matmul ``[m, k] @ [k, n]`` on each rank.
+    """Key under which the best number of chunks is cached, for a matmul ``[m, k] @ [k, n]`` on each rank.
 
     Attributes:
-        kind: layer and direction.
-        sequence_parallel: whether ranks gather and reduce-scatter, and not all-reduce.
+        kind: kind of layer (column or row parallel), and forward or backward.
+        sequence_parallel: whether ranks all-gather and reduce-scatter instead of all-reducing.
         m, k, n: matrix sizes; for backward the sizes of the input gradient's matmul.
         learns: whether the weight is trainable.
         dtype: dtype of the input.
@@ -66,7 +66,7 @@ Run = Callable[[int], object]
 
 
 class Tuning:
-    """Choices of a session."""
+    """Cache of the best numbers of chunks in a session."""
 
     def __init__(self, context: Context[Any]) -> None:
         self._log = context.log
@@ -81,13 +81,14 @@ class Tuning:
     def chunks_for(self, problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
         """Return the fastest number of chunks; all ranks of the group must call it.
 
-        Random states do not change. The ranks agree, because they compare the slowest rank's times.
+        Random states do not change. All ranks get the same number, because the slowest rank's times are
+        compared.
 
         Args:
             problem: key of the choice.
             group: tensor parallel group.
-            prepare: function that returns a function to time, called only for tuning. The returned function
-                makes the call once with a number of chunks, without side effects.
+            prepare: function that returns the function to time; it is called only if the choice is not
+                cached. The function to time takes a number of chunks, runs once, and has no side effects.
         """
         by_m = self._measured.setdefault(replace(problem, m=0), {})
         if problem.m in by_m:
@@ -103,7 +104,7 @@ class Tuning:
 
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
-    """Return the seconds for each number of chunks, as medians over several rounds."""
+    """Return a dict from number of chunks to the median time in seconds over several rounds."""
     # Candidates alternate within a round, so that drifts of the clock rate affect all of them.
     first = slowest({chunks: timed(partial(run, chunks), group) for chunks in CANDIDATES}, group)
     # All ranks must make the same number of rounds, so it follows from the slowest rank's times.
