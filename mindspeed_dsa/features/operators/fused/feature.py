@@ -1,6 +1,6 @@
-"""``--fused-operators``: fuses small operators that Megatron runs as chains of PyTorch operations.
+"""``--fused-operators``: replaces chains of small PyTorch operations in Megatron by fused operators.
 
-Three of them also have their own switch, as in MindSpeed.
+Three of the fused operators also have their own switch, as in MindSpeed.
 
 tests: tests/features/operators, tests/ops/test_small_operators.py
 """
@@ -38,7 +38,7 @@ FUSED_OPERATORS = Flag(
 
 
 def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
-    """Return the activation rule of an operator: on by its switch, or if the list has its name or ``all``.
+    """Return a predicate: an operator's switch is set, or ``--fused-operators`` has its name or ``all``.
 
     Args:
         operator: one of :data:`OPERATORS`.
@@ -53,19 +53,19 @@ def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
 
 
 def fills_by_mask(settings: Any) -> bool:
-    """Return whether mask-arithmetic is on: if listed, and on NPUs unless the list has ``none``."""
+    """Return whether mask-arithmetic is on: listed by name or ``all``, or on NPUs without ``none``."""
     if selects("mask-arithmetic")(settings):
         return True
     return settings.platform == "npu" and "none" not in (getattr(settings, FUSED_OPERATORS.dest, None) or ())
 
 
 def is_named(args: Any, operator: str, switch: str) -> bool:
-    """Return whether this operator was requested by name or switch, and not only by ``all``."""
+    """Return whether this operator was requested by its name or switch, and not only by ``all``."""
     return bool(argument(args, switch)) or operator in (argument(args, FUSED_OPERATORS.dest) or ())
 
 
 def _check_selection(args: Any, operator: str, switch: str = "") -> Iterator[str]:
-    """Yield a problem if the list has ``none`` and something else."""
+    """Yield a problem if ``--fused-operators`` has ``none`` and something else, or the switch is set too."""
     selected = argument(args, FUSED_OPERATORS.dest) or ()
     if "none" not in selected:
         return
@@ -80,7 +80,7 @@ def _check_selection(args: Any, operator: str, switch: str = "") -> Iterator[str
 
 
 def _check_library(operator: str) -> Iterator[str]:
-    """Yield a problem if Liger-Kernel, with the operator's GPU kernels, is not installed."""
+    """Yield a problem if Liger-Kernel, which has the operator's GPU kernels, is not installed."""
     if platforms.current().name == "cuda" and find_spec(_LIBRARY) is None:
         yield (
             f"{operator} runs on GPUs through Liger-Kernel, which is not installed; pip install "
@@ -181,9 +181,9 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 
 def take_the_place_of_megatrons(args: Any) -> Sequence[str]:
-    """Switch off ``apply_rope_fusion``; used as ``Feature.rewrite``.
+    """Switch off Megatron's ``apply_rope_fusion``; used as ``Feature.rewrite``.
 
-    Megatron's default is true, so this does not contradict a flag of the job.
+    Its default is true, so this does not contradict a flag of the job.
     """
     if not getattr(args, "apply_rope_fusion", False):
         return ()
@@ -237,7 +237,8 @@ class SwigluOptions:
     """Options of a fused SwiGLU.
 
     Attributes:
-        apart: whether each expert's activation is recomputed separately.
+        apart: whether ``--recompute-activation-function`` is on, which needs a separate activation per
+            expert.
     """
 
     apart: bool

@@ -1,4 +1,4 @@
-"""Decorators that replace Megatron's functions by fused operators, in the sections of ``feature.py``."""
+"""Decorators that replace Megatron's functions by fused operators, in the order of ``feature.py``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mindspeed_dsa.ops.swiglu import swiglu
 
 
 class _FillingByMask(TorchFunctionMode):
-    """Mode that runs ``tensor[mask] = number`` as ``masked_fill_``, which does not wait for the device.
+    """Mode that runs ``tensor[mask] = number`` as ``masked_fill_``, which needs no device synchronization.
 
-    A product with the mask would not do: it turns masked elements that are not finite into NaN.
+    Multiplication with the mask would be wrong: it turns masked elements that are infinite into NaN.
     """
 
     def __torch_function__(
@@ -50,7 +50,7 @@ class _FillingByMask(TorchFunctionMode):
 
 
 def _mask_of(tensor: Tensor, index: Any) -> Tensor | None:
-    """Return a mask over leading axes, with as many axes as ``tensor``; None for any other index."""
+    """Return ``index`` as a mask broadcastable to ``tensor``; None unless it is a mask over leading axes."""
     mask, *rest = index if isinstance(index, tuple) else (index,)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or any(each != slice(None) for each in rest):
         return None
@@ -60,7 +60,7 @@ def _mask_of(tensor: Tensor, index: Any) -> Tensor | None:
 
 
 def fill_by_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of Megatron: run its unchanged body under the mode."""
+    """Decorate a function of Megatron to run under :class:`_FillingByMask`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler does the same by itself
@@ -117,13 +117,13 @@ _MOST = 16
 
 
 class _Rotations:
-    """Cache of sine and cosine tables; entries live as long as the angles from which they were computed."""
+    """Cache of sine and cosine tables; an entry is dropped when its angles tensor is freed."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
     def of(self, angles: Tensor, scale: float, layout: Layout, like: Tensor) -> Rotation:
-        """Return the table for these angles, computed again if the angles were modified in place."""
+        """Return the tables for these angles; recompute them if the angles were modified in place."""
         # Callers slice the angles to the sequence length, so each call has a new view of the same base
         # tensor.
         lasting = angles._base if angles._base is not None else angles
@@ -145,7 +145,8 @@ class _Rotations:
 def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``_apply_rotary_pos_emb_bshd``: call the fused operator.
 
-    Megatron's releases have two names for its fourth argument, latent attention's order of dimensions.
+    The fourth argument, which selects latent attention's order of dimensions, has different names in
+    different Megatron releases.
     """
     rotations = _Rotations()
 
@@ -164,7 +165,7 @@ def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _other_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, float, bool]:
-    """Return whether the order is latent attention's, mscale, and whether there are other arguments."""
+    """Return (whether latent attention's order is used, mscale, whether any other argument is set)."""
     named = dict(kwargs)
     latent = args[0] if args else named.pop("mla_rotary_interleaved", False)
     if (older := named.pop("multi_latent_attention", None)) is not None:
@@ -188,7 +189,7 @@ def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``weighted_bias_swiglu_impl``, which refuses a bias: call the fused operator."""
+    """Decorate ``weighted_bias_swiglu_impl``: call the fused operator; with a bias, Megatron raises."""
 
     def weighted_bias_swiglu_impl(
         input: Tensor, bias: Tensor | None, weights: Tensor, *args: Any, **kwargs: Any
@@ -201,12 +202,12 @@ def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether other arguments are set: FP8 storage, CPU offloading, or clamping."""
+    """Return whether arguments for FP8 storage, CPU offloading or clamping are set."""
     return any(value is not None and value is not False for value in (*args, *kwargs.values()))
 
 
 def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MLP.forward``: with Megatron's fusion on, it calls the functions above."""
+    """Decorate ``MLP.forward``: switch on Megatron's fusion, so that it calls the two patched functions."""
 
     def forward(
         self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
@@ -236,8 +237,8 @@ def is_plain_swiglu(mlp: Any, config: Any) -> bool:
 def activate_together(original: Callable[..., Any], context: Context[SwigluOptions]) -> Callable[..., Any]:
     """Decorate ``SequentialMLP.forward``: replace the local experts by one expert for all tokens.
 
-    Its linear layers multiply each expert's tokens with that expert's weight. Megatron's own code runs
-    before, between and after them, and thus runs the activation once for all experts.
+    The linear layers of this expert multiply each token with the weight of the token's own expert. Everything
+    else is Megatron's code, so the activation runs once for all experts.
     """
 
     def forward(self: Any, rows: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
@@ -258,7 +259,7 @@ def activate_together(original: Callable[..., Any], context: Context[SwigluOptio
 
 
 def _of_each(linears: Sequence[Any], counts: list[int], megatron: Megatron) -> Function:
-    """Build one linear layer for all experts: a grouped product if possible, else one call per expert."""
+    """Build one linear layer for all experts: a grouped matmul if possible, else one call per expert."""
 
     def products(rows: Tensor) -> tuple[Tensor, None]:
         plain = linears_of(linears, megatron)

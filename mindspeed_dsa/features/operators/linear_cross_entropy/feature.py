@@ -52,7 +52,8 @@ class Options:
     """Options of fused-linear-cross-entropy.
 
     Attributes:
-        gradient: time when the weight's gradient is computed: ``auto``, ``forward`` or ``backward``.
+        gradient: pass that computes the weight's gradient: ``forward``, ``backward``, or ``auto`` to decide
+            by memory.
     """
 
     gradient: Any
@@ -66,14 +67,14 @@ class Options:
 def forms_in_forward(choice: str, tokens: float, hidden: int, number: int) -> bool:
     """Return whether the gradient of the projection's weight is computed in forward, and kept until backward.
 
-    With ``auto`` it is if the gradient needs at most half of the bytes of full logits. Megatron's loss keeps
-    logits in fp32, in addition to the 16-bit products.
+    ``auto`` chooses the forward if the gradient needs at most half of the memory of full logits. Megatron's
+    loss keeps logits in fp32, in addition to the 16-bit matmul output.
 
     Args:
         choice: ``auto``, ``forward`` or ``backward``.
         tokens: number of a microbatch's tokens on a rank.
         hidden: hidden size.
-        number: bytes of a product.
+        number: bytes per element of the logits before the loss.
     """
     # The gradient and the logits are both proportional to the vocabulary, which cancels. bf16, hidden 7168:
     # 2 x 7168 x 4 bytes <= tokens x 6 bytes holds from 9558 tokens on.

@@ -1,4 +1,4 @@
-"""Logits that are computed only if they are read, and a loss that does not read them.
+"""Lazy logits, and a loss in chunks that does not need them.
 
 While a model computes its loss, its output layer returns :class:`PostponedLogits`: hidden states and weight.
 Megatron passes them to ``compute_language_model_loss``, which computes the loss from them in chunks. Any
@@ -48,7 +48,7 @@ def postpone_logits(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def _has_gathered_logits(layer: Any, given: dict[str, Any]) -> bool:
-    """Return whether the logits are gathered over tensor parallel ranks, which the loss does not need."""
+    """Return whether the caller asked for logits gathered over tensor parallel ranks."""
     gathers = given.get("runtime_gather_output")
     return bool(layer.gather_output if gathers is None else gathers) and _ranks(layer) > 1
 
@@ -140,7 +140,7 @@ class _Head:
 
 @contextlib.contextmanager
 def _as_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a layer's forward inside the block; its hooks still run."""
+    """Replace a layer's ``forward`` inside the block; the layer's hooks still run."""
     before = vars(layer).get("forward")
     layer.forward = forward
     try:
@@ -155,8 +155,8 @@ def _as_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
 class PostponedLogits:
     """This rank's logits ``[sequence, batch, vocabulary]``, computed only if they are read.
 
-    Takes the place of a tensor in Megatron's code. A product with a number is postponed, too, and the largest
-    logit of each token is a by-product of the loss.
+    Passed through Megatron's code in place of a tensor. Multiplication by a number is lazy too. ``max`` over
+    the vocabulary needs no logits, because the loss computes it as a by-product.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class PostponedLogits:
         return sizes if dim is None else sizes[dim]
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ``Tensor.max``; over the last axis it is known after the loss, without computing logits."""
+        """Return ``Tensor.max``; over the last axis the loss has computed it already, without logits."""
         if self._tops is not None and (args, kwargs) in (((-1,), {}), ((), {"dim": -1})):
             return self._tops.top.view(self._rows), self._tops.top_index.view(self._rows)
         return self.whole().max(*args, **kwargs)

@@ -45,11 +45,11 @@ def keep_norms_in_fp32(original: Callable[..., None], context: Context[None]) ->
 def parameters_of_norms(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield (norm, parameter name) for all norms of a model.
 
-    Norms are recognized by their class name, as their packages may not be installed; norms fused into linear
-    layers by their parameter names.
+    Norms are recognized by their class name, because their packages may not be installed. Norms fused into
+    linear layers are recognized by their parameter names.
 
     Raises:
-        SettingsError: a linear layer with a fused norm is not this library's.
+        SettingsError: a linear layer with a fused norm is from another library, such as Transformer Engine.
     """
     for module in model.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]

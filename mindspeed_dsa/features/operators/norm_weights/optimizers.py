@@ -1,12 +1,12 @@
 """Megatron's two mixed precision optimizers with some weights in fp32.
 
-``Float16OptimizerWithFloat16Params`` pairs saved masters with parameters by position, but leaves fp32 weights
-out of its lists, so the pairs are wrong. Here every fp32 weight gets a master that shares its memory.
-Checkpoints are then the same as for a job with only 16-bit weights.
+``Float16OptimizerWithFloat16Params`` matches saved master weights with parameters by position, but its lists
+omit fp32 weights, so the matches are wrong. Here every fp32 weight gets a master weight that shares its
+memory. Checkpoints are then the same as for a job with only 16-bit weights.
 
-``DistributedOptimizer`` updates fp32 weights in place and saves them by name. After loading, each rank only
-has fp32 values in its own shard, and the rest is rounded if the checkpoint's model has 16 bits. So it is
-gathered.
+``DistributedOptimizer`` updates fp32 weights in place and saves them by name. After loading, each rank has
+fp32 values only in its own shard. If the checkpoint's model weights are 16-bit, the rest of the weight is
+rounded. So the shards are all-gathered after loading.
 """
 
 from __future__ import annotations

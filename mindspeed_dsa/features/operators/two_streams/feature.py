@@ -26,8 +26,7 @@ class Options:
 
     Attributes:
         streams: settings shared with other features.
-        dsa: parts of attention that run on this library's operators; they decide who projects for the
-            indexer.
+        dsa: options of DSA's operators, which determine which code runs the indexer's projections.
         overlaps_tp: whether linear layers overlap TP communication, with buffers for a single stream.
     """
 

@@ -20,7 +20,7 @@ from mindspeed_dsa.megatron.two_streams import FLAG
 
 
 def say_how_many(context: Context[Options]) -> None:
-    """Log if the platform has only one stream, and if another feature overlaps the shared expert."""
+    """Log if the platform has only one stream, or if another feature already overlaps the shared expert."""
     platform = platforms.current()
     if not platform.asynchronous:
         context.log.info("%s: %s has one stream, so everything runs in turns", FLAG, platform.name, once=True)
@@ -35,10 +35,11 @@ def say_how_many(context: Context[Options]) -> None:
 
 
 def project_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_query_key_value_tensors`` of ``MLASelfAttention``, or of 0.19's absorbed form.
+    """Decorate ``get_query_key_value_tensors`` to run the indexer's projections on the second stream.
 
-    Layers that share another layer's selection have no indexer. The current stream waits for the products
-    after attention's own projections. So nothing is left on the second stream if the indexer is not called.
+    The method is that of ``MLASelfAttention``, or since 0.19 of its absorbed form. Layers that reuse another
+    layer's selection have no indexer. The current stream waits for the projections after attention's own
+    projections, so no work remains on the second stream even if the indexer is not called.
     """
 
     def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +99,9 @@ def _over_ranks(indexer: Any, context: Context[Options]) -> Callable[[Tensor], T
 
 
 def take_projections(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the method of ``DSAIndexer`` that projects; in 0.16 it also computes the scores."""
+    """Decorate the projection method of ``DSAIndexer`` to use projections from the second stream."""
 
+    # In 0.16 the method also computes the scores.
     def project(self: Any, x: Tensor, qr: Tensor, *args: Any, **kwargs: Any) -> Any:
         projected = second_stream.take_projected(self, x)
         if projected is None or projected.is_gathered != _is_split(self.config, self):
@@ -127,7 +129,7 @@ class _Beside(SharedOutput):
 
     @property
     def tensor(self) -> Tensor:
-        """The output; the current stream waits for it."""
+        """Output tensor; makes the current stream wait for it."""
         return self._started.wait()[0]
 
 
