@@ -1,7 +1,7 @@
-"""Functions of latent attention on ``[tokens, ...]``, from which graphs are compiled.
+"""Multi-head latent attention math on ``[tokens, ...]`` tensors, as pure functions for torch.compile.
 
-They match Megatron's operations in order and precision. A graph contains the operations between two
-collectives.
+The functions match Megatron's operations in order and precision. Each function covers the operations between
+two collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_dsa.megatron.inlinable import Linear, Norm
 
 
 class Sizes(NamedTuple):
-    """Sizes of one rank's part of a layer."""
+    """Head count and dimensions of a layer on one rank."""
 
     heads: int
     plain: int
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Down-projections and norms; a projection is None if its product is passed instead of its input."""
+    """Down-projections and norms; a projection is None if it has already been applied to the input."""
 
     query: Linear | None
     key: Linear | None
@@ -55,12 +55,12 @@ def latents(query_rows: Tensor, key_rows: Tensor, down: Down, sizes: Sizes) -> L
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``[tokens, heads, rotary]``; the input has interleaved pairs, the output two halves.
+    """Apply rotary embedding to ``[tokens, heads, rotary]``: interleaved pairs in, two halves out.
 
     Args:
         states: projected query or key.
         cos: cosines ``[tokens, rotary]``, in the states' dtype.
-        sin: sines, likewise.
+        sin: sines, with the shape and dtype of ``cos``.
     """
     first, second = states[..., 0::2], states[..., 1::2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -138,7 +138,7 @@ def whole_by_head(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the outputs of :func:`by_head` for hidden states ``[tokens, hidden]``, then both latents."""
+    """Compute :func:`latents` and :func:`by_head` from ``[tokens, hidden]``; return outputs and latents."""
     query, latent, rotary_key = latents(rows, rows, down, sizes)
     source = rows if query is None else query
     return *by_head(source, latent, rotary_key, query_up, key_up, cos, sin, sizes), query, latent
@@ -154,7 +154,7 @@ def whole_absorbed(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the outputs of :func:`absorbed` for hidden states ``[tokens, hidden]``, then both latents.
+    """Compute :func:`latents` and :func:`absorbed` from ``[tokens, hidden]``; return outputs and latents.
 
     ``key_norm`` is the norm fused into the key's up-projection, which is not called in this form.
     """

@@ -1,8 +1,8 @@
-"""Latent attention's prolog and epilog with compiled graphs.
+"""Compiled prolog (hidden states to query, key, value) and epilog of multi-head latent attention.
 
-With tensor parallel size 1 the prolog is one graph. Otherwise the up-projections communicate: they run
-eagerly, between a graph up to the latents and a graph from their outputs on. Layers that do more than a
-matrix product are left out of the graphs in the same way.
+With tensor parallel size 1 the prolog is one graph. Otherwise the up-projections communicate, so they run
+eagerly between two graphs: one computes the latents, the other starts from the up-projections' outputs.
+Linear layers that do more than a matmul also run eagerly between graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 
 
 def offer_to_attention(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__``: offer compiled prolog and epilog to the absorbed form."""
+    """Decorate ``MLASelfAttention.__init__`` to register a compiled prolog and epilog (absorbed form)."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def offer_to_attention(original: Callable[..., None], context: Context[None]) ->
 
 
 def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``, the form by head (not absorbed)."""
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` (unabsorbed form) to run compiled."""
     regions = regions_of(context)
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
@@ -58,7 +58,7 @@ def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Call
 
 
 def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``, DSA's own since 0.19."""
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors`` (since 0.19) to run compiled."""
     regions = regions_of(context)
 
     def get_query_key_value_tensors(
@@ -84,7 +84,7 @@ def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]
 
 
 def _why_not(layer: Any) -> str | None:
-    """Return the part of a layer's configuration that the graphs do not support, or None."""
+    """Return a setting of the layer that the compiled graphs do not support, or None."""
     config = layer.config
     for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
         if getattr(config, name, None):
@@ -97,7 +97,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 class _Layer:
-    """A layer's weights at the time of a call."""
+    """Weights and sizes of one attention layer, collected for one call."""
 
     def __init__(self, layer: Any, megatron: Megatron) -> None:
         config, self.module = layer.config, layer
@@ -124,7 +124,7 @@ class _Layer:
         )
 
     def why_not(self) -> str | None:
-        """Return the property of the layer's modules that rules out graphs, or None."""
+        """Return why the layer's modules cannot be compiled, or None."""
         layer, config = self.module, self.module.config
         if not self.knows_norms:
             return "it does not know the norms of latents"
@@ -147,7 +147,7 @@ class _Layer:
         return downs and None not in self.up and not recomputed
 
     def latents(self, regions: Regions, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the latents ``[s, b, ...]`` of this rank's tokens."""
+        """Return query latent, key-value latent and rotary key, ``[s, b, ...]``, for this rank's tokens."""
         query_source = key_source = hidden
         if self.query_down is not None and self.down.query is None:
             query_source = self.query_down(hidden)[0]
@@ -168,14 +168,14 @@ class _Layer:
         return self.gathered(rotary_key) if self.module.config.sequence_parallel else rotary_key
 
     def gathered(self, states: Tensor) -> Tensor:
-        """Gather a sequence over tensor parallel ranks; its backward is a reduce-scatter."""
+        """All-gather ``states`` along the sequence over tensor parallel ranks; backward reduce-scatters."""
         if self.module.config.tensor_model_parallel_size == 1:
             return states
         gather = self._megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.module.pg_collection.tp)  # type: ignore[no-any-return]
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
-        """Run a function, in a recomputed checkpoint with ``--recompute-modules mla_up_proj``."""
+        """Run ``derive``, under Megatron's checkpoint if ``--recompute-modules`` has ``mla_up_proj``."""
         if not getattr(self.module, "recompute_up_proj", False):
             return derive(*parts)
         checkpoint = self._megatron("core.tensor_parallel").CheckpointWithoutOutput(fp8=None)
@@ -220,7 +220,7 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
 def _absorbed(
     regions: Regions, megatron: Megatron, module: Any, hidden: Tensor, up_key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Run the prolog in absorbed form; see ``CompiledSteps.prolog``."""
+    """Run the compiled prolog of absorbed attention; see ``CompiledSteps.prolog``."""
     if not regions.usable(hidden):
         return None
     layer, config = _Layer(module, megatron), module.config
@@ -263,7 +263,7 @@ def _absorbed(
 
 
 def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
-    """Run the epilog; see ``CompiledSteps.epilog``."""
+    """Run the compiled epilog of absorbed attention; see ``CompiledSteps.epilog``."""
     if not regions.usable(attended):
         return torch.einsum("bshc,hdc->sbhd", attended, up_value).flatten(2)
     region = regions.of(EPILOG, latent_math.up_projected)
@@ -277,9 +277,9 @@ def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
 
 
 class _Tables:
-    """Cache of cosines and sines ``[s * b, rotary]``, for each layer's last sequence length.
+    """Cache of cosines and sines ``[s * b, rotary]``, one entry per layer, for its last sequence length.
 
-    Megatron caches the angles of a length and returns the same tensor, so its identity is part of the key.
+    Megatron caches the angles of each length, so an entry is valid only for the identical angles tensor.
     """
 
     def __init__(self) -> None:

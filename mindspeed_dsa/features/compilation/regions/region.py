@@ -1,4 +1,4 @@
-"""Functions that are compiled as one graph each, with a fallback to eager execution."""
+"""Functions compiled with ``torch.compile`` as one full graph each, with a fallback to eager execution."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
 
 
 class Region:
-    """A function that is compiled once for all layers of a session; weights are its arguments.
+    """Function compiled once for all layers of a session, because weights are arguments.
 
     Attributes:
         name: name in messages.
         compilations: number of compiled graphs.
         seconds: total time of compilations.
-        failure: reason why compilation was given up; None while the function is compiled.
+        failure: reason why compilation failed, after which the function runs eagerly; None otherwise.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Region:
     def __call__(self, *args: Any) -> Any:
         """Return the function's result, compiled if possible.
 
-        Under a dispatch mode, such as a FLOP counter, the function runs eagerly: the mode cannot see compiled
-        code, and torch does not compile under one.
+        Under a ``TorchDispatchMode``, such as a FLOP counter, the function runs eagerly: the mode cannot see
+        inside compiled code, and torch does not compile while a mode is active.
         """
         if self.failure is not None or _modes():
             return self._function(*args)
@@ -112,7 +112,7 @@ class Region:
 
 
 class Regions:
-    """Regions of one session; each is compiled at its first call."""
+    """All compiled regions of one session; a region is compiled at its first call."""
 
     def __init__(self, context: Context[None]) -> None:
         self._log = context.log
@@ -120,7 +120,7 @@ class Regions:
         self._usable: dict[str, bool] = {}
 
     def of(self, name: str, function: Callable[..., Any], rows: int = 1) -> Region:
-        """Return the region of that name; its first ``rows`` arguments must come from :func:`rows_of`."""
+        """Return the region ``name``; its first ``rows`` arguments must come from :func:`rows_of`."""
         region = self._regions.get(name)
         if region is None:
             region = self._regions[name] = Region(name, function, rows, self._log)
@@ -153,7 +153,8 @@ def regions_of(context: Context[None]) -> Regions:
 def rows_of(states: Tensor) -> Tensor:
     """Flatten ``[s, b, ...]`` to ``[s * b, ...]``.
 
-    Detached without grad mode, so that one compiled graph serves all layers of a recomputed block.
+    With grad mode off, the result is detached, so that one compiled graph serves all layers of a recomputed
+    block.
     """
     rows = states.flatten(0, 1)
     if rows.requires_grad and not torch.is_grad_enabled():
@@ -173,7 +174,7 @@ def open_rows(rows: Tensor) -> Tensor:
 
 
 def missing_toolchain(device_type: str) -> str | None:
-    """Return a sentence about a missing compiler for a device and how to install it, or None."""
+    """Return which compiler for a device is missing and how to install it, or None."""
     if device_type == "cpu":
         named = os.environ.get("CXX", "g++")
         if shutil.which(named) is None:
@@ -199,10 +200,10 @@ def missing_toolchain(device_type: str) -> str | None:
 
 @cache
 def inductor_settings(device_type: str) -> dict[str, Any]:
-    """Return Inductor settings that skip its search for vector instructions on x86.
+    """Return Inductor settings that skip its probing of vector instruction sets on x86.
 
-    Inductor builds and loads a test program for every instruction set, which takes longer than compiling a
-    region, and uses the first that works. With these settings it only tries that one.
+    Inductor builds and loads a test program for each instruction set until one works, which takes longer than
+    compiling a region. With these settings it only tries the one that works.
     """
     if device_type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return {}
