@@ -1,4 +1,4 @@
-"""Declaration of whole-checkpoints: checkpoints get a manifest, and the newest complete one is loaded.
+"""Declaration of whole-checkpoints: saves add a manifest, and loads use the newest complete checkpoint.
 
 tests: tests/features/checkpoints/whole
 """
@@ -46,7 +46,7 @@ def active(settings: Any) -> bool:
 
 
 def check_saves(args: Any, options: Options) -> Iterator[str]:
-    """Yield folders that are not on a file system, and formats that Megatron rejects at the first save."""
+    """Yield errors for ``--save`` URLs that are no folder, and for formats that Megatron cannot save."""
     written = argument(args, "ckpt_format")
     # Releases with `async_strategy` save all Megatron formats except `torch` asynchronously.
     served = (

@@ -1,4 +1,4 @@
-"""Loading of the newest complete checkpoint in a folder, instead of the tracker's, on all ranks."""
+"""Loading of the newest complete checkpoint in a folder, instead of the one that the tracker names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_dsa.runs.whole_checkpoints import Choice
 
 
 def load_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_load_base_checkpoint`` to load the chosen checkpoint."""
+    """Decorate ``_load_base_checkpoint`` to load the newest complete checkpoint."""
 
     # Megatron calls it twice: for a checkpoint's arguments, and to load it.
     def _load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def _step(args: Any, choice: Choice) -> Iterator[None]:
 
 
 def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``read_metadata`` to return the chosen iteration, and whether it is a ``release``."""
+    """Decorate ``read_metadata`` to return the chosen checkpoint's iteration, not the tracker's."""
     work = context.state(Work)
 
     def read_metadata(tracker_filename: Any) -> tuple[int, bool]:
@@ -66,7 +66,7 @@ def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def pass_over_non_persistent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_get_non_persistent_iteration`` to return -1 (none) if no checkpoint there is complete."""
+    """Decorate ``_get_non_persistent_iteration`` to return -1 (none) if no such checkpoint is complete."""
 
     def _get_non_persistent_iteration(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -79,7 +79,7 @@ def pass_over_non_persistent(original: Callable[..., Any], context: Context[Opti
 
 
 def forget_choices(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint`` to forget the choices afterwards."""
+    """Decorate ``load_checkpoint`` to clear the cache of chosen checkpoints afterwards."""
     work = context.state(Work)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """Manifests for checkpoints that Megatron-LM saves synchronously or asynchronously.
 
-Megatron writes a checkpoint's files and then overwrites the tracker that names it. Here Megatron writes the
-tracker to another file, which is renamed to the tracker once the manifest is written. With
-``--save-retain-interval`` Megatron deletes the previous checkpoint when it updates the tracker; here it is
-deleted after the rename.
+Megatron writes a checkpoint's files and then overwrites the tracker that names it. With this module Megatron
+writes the tracker to a temporary file, which is renamed once the manifest is written. With
+``--save-retain-interval`` stock Megatron deletes the previous checkpoint when it updates the tracker. This
+module deletes it after the rename.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _ranks() -> int:
 
 
 def track_aside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_checkpoint_tracker_filename`` to redirect the tracker that a save writes."""
+    """Decorate ``get_checkpoint_tracker_filename`` to redirect a save's tracker to a temporary file."""
     work = context.state(Work)
 
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
@@ -125,7 +125,7 @@ def track_aside(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``schedule_async_save`` to write the manifest when all ranks have finished."""
+    """Decorate ``schedule_async_save`` to write the manifest after all ranks have written their files."""
     work = context.state(Work)
     # Megatron calls finalize functions on all ranks, in the order in which they were added.
 
@@ -137,7 +137,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
-    """Add the manifest to Megatron's ``AsyncRequest`` of a save."""
+    """Return Megatron's ``AsyncRequest`` extended to write the manifest at its end."""
     request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
@@ -146,7 +146,7 @@ def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
 
 @dataclass(frozen=True)
 class EndsWithJob:
-    """Function for a writer process, which is killed when its job ends.
+    """Wrapper of a function for a writer process; the process is killed when its job ends.
 
     Attributes:
         write: Megatron's function; it must be picklable, like this object.
@@ -157,7 +157,7 @@ class EndsWithJob:
     process: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Write, in a process that ends with its job."""
+        """Tie this process's lifetime to its parent, then call :attr:`write`."""
         # A surviving writer could write the same files as the next job.
         parent = multiprocessing.parent_process()
         if os.getpid() != self.process and parent is not None and not end_with_parent(parent.pid or 0):
@@ -178,7 +178,7 @@ def end_writer(original: Callable[..., Any], context: Context[Options]) -> Calla
 
 
 def finish(save: Save, work: Work) -> None:
-    """Write the manifest of a save; with ``--verify-checkpoint`` all ranks share the checksums."""
+    """Write the manifest of a save; with ``--verify-checkpoint`` the ranks divide the checksum work."""
     who = f"{work.context.feature}: {save.path} cannot be written"
     summed: dict[str, Entry] = {}
     if work.context.options.verify:
@@ -198,13 +198,13 @@ def _by_size(checkpoint: Path) -> list[str]:
 
 
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
-    """Return checksums of the files that this rank's machine sees."""
+    """Return checksums of those files in ``names`` that are visible on this rank's machine."""
     # The first rank does the rest: a shared folder may show new files late.
     return manifest.sums(checkpoint, [name for name in names if (checkpoint / name).is_file()])
 
 
 def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
-    """Write the manifest once all files are on disk, then let the tracker name the checkpoint."""
+    """Write the manifest, then rename the tracker into place so that it names the checkpoint."""
     if work.context.options.verify:
         rest = [name for name in manifest.names(save.path) if name not in summed]
         summed = {**summed, **manifest.sums(save.path, rest)}

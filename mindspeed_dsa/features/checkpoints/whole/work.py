@@ -21,7 +21,7 @@ class Save:
     Attributes:
         folder: parent folder of all checkpoints.
         name: name of this checkpoint's folder.
-        retain: interval of iterations whose checkpoints are kept; ``None`` keeps all.
+        retain: ``--save-retain-interval``, whose multiples are the iterations to keep; ``None`` keeps all.
         process: process id of this rank, which may start writer processes.
     """
 
@@ -37,7 +37,7 @@ class Save:
 
     @property
     def tracker(self) -> Path:
-        """File that Megatron writes instead of the tracker."""
+        """Temporary file that Megatron writes instead of the tracker."""
         return self.folder / f".{TRACKER}.{self.name}"
 
 
@@ -47,12 +47,12 @@ LOCK = ".dsa_job.lock"
 
 @dataclass
 class Work:
-    """State of the feature.
+    """State of the whole-checkpoints feature in one job.
 
     Attributes:
         context: context of the feature.
-        saving: save inside Megatron's ``save_checkpoint``; ``None`` outside.
-        choices: dict from folder and ``--ckpt-step`` to the checkpoint to load.
+        saving: checkpoint being saved, while Megatron's ``save_checkpoint`` runs; ``None`` otherwise.
+        choices: dict from (folder, ``--ckpt-step``) to the checkpoint to load.
         job: name of the job in manifests.
     """
 
