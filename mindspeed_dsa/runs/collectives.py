@@ -1,9 +1,9 @@
-"""Records of collectives, one file per rank: the calls that it has started by process group, and their state.
+"""Records of collectives for debugging hangs: each rank's started calls, by process group, with state.
 
-Each job has its own subfolder of the folder that the user names. ``rank-00000.json`` is a complete record,
-written on request. ``live-00000.json`` and its ``.groups``, ``.calls`` and ``.SIGTERM`` files exist while the
-rank runs, and remain if it is killed. They hold the rank's identity, its groups, its last calls, and the
-stack at SIGTERM.
+Each job has its own subfolder in the folder that the user names. ``rank-00000.json`` is a complete record,
+written on request. The live files are ``live-00000.json`` (the rank's identity), ``.groups`` (its process
+groups), ``.calls`` (its last calls) and ``.SIGTERM`` (its stack at SIGTERM). They exist while the rank runs,
+and remain if it is killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Call:
-    """Collective, or message to or from a rank.
+    """One call of a collective, or of a point-to-point send or receive (a message).
 
     Attributes:
         function: function of ``torch.distributed``.
@@ -82,7 +82,8 @@ class Group:
         kinds: Megatron's names such as ``TP``; empty for other groups.
         ranks: global ranks.
         collectives: number of collectives that this rank has started.
-        messages: dict from ``source>destination#tag`` to the number of messages sent, or to be received.
+        messages: dict from ``source>destination#tag`` to the number of sends and receives that this rank has
+            started.
         calls: last collectives and messages, in order.
     """
 
@@ -110,7 +111,7 @@ class Record:
         host, pid: host name and process id.
         time: time of writing, in seconds since the epoch.
         reason: reason for writing; empty if only the live files with the last calls exist.
-        place: position in the schedule; empty between forwards and backwards.
+        place: position in the pipeline schedule; empty outside of forward and backward passes.
         stacks: dict from thread name to Python source lines, from the outermost call to the innermost.
         groups: process groups that the rank has used.
         torch: file of torch's flight recorder in the same folder; empty if there is none.
@@ -131,7 +132,7 @@ class Record:
 
 
 class Calls:
-    """Ring buffers of a rank's last calls in a file, updated as calls start and end.
+    """File with ring buffers of a rank's last calls, updated when calls start and end.
 
     Args:
         path: file to write.
@@ -181,7 +182,7 @@ def in_words(
     name: str,
     line: str,
 ) -> bytes:
-    """Return a call's fields as JSON of fixed size for :meth:`Calls.start`, cut to fit."""
+    """Return a call's fields as JSON for :meth:`Calls.start`, truncated to a fixed size."""
     rest: list[Any] = [group, function, waits, source, destination, tag]
     # Try full fields, then two tensors, then no tensors and short names.
     for cut, several in ((160, tensors), (160, tensors[:2]), (50, ())):
@@ -220,12 +221,12 @@ def with_calls(groups: Sequence[Group], file: Path) -> tuple[Group, ...]:
 
 
 def list_group(live: Path, group: Group) -> None:
-    """Append a group, without its calls, to the list of a rank."""
+    """Append a group, without its calls, to a rank's ``.groups`` file."""
     _append(live, {"name": group.name, "kinds": group.kinds, "ranks": group.ranks})
 
 
 def strike_group(live: Path, name: str) -> None:
-    """Mark a destroyed group in the list of a rank."""
+    """Mark a group as destroyed in a rank's ``.groups`` file."""
     _append(live, {"gone": name})
 
 
@@ -254,7 +255,7 @@ def record_file(folder: Path, rank: int) -> Path:
 
 
 def live_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's identity; its groups, calls and stacks have other suffixes."""
+    """Return the path of a rank's ``live-*.json``; its other live files differ in the suffix."""
     return folder / f"live-{rank:05d}.json"
 
 
@@ -264,7 +265,7 @@ def write(file: Path, record: Record) -> None:
 
 
 def read(folder: Path) -> list[Record]:
-    """Read the records of all ranks of a job, by rank. The newest job with a written record is used.
+    """Read the records of all ranks of the newest job, preferring jobs with a written record.
 
     Raises:
         RunError: there is no record, or one is damaged.
@@ -284,7 +285,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def _of_job(folder: Path) -> list[Record]:
-    """Return one record per rank: the written one, unless it is outdated by the rank's live files."""
+    """Return one record per rank: the written one, or one from the live files if they are newer."""
     records = {record.rank: record for record in map(_live, folder.glob("live-*.json"))}
     written = [_load(file) for file in folder.glob("rank-*.json")]
     # A rank whose record is older than the last request went on training and did not answer.
@@ -299,7 +300,7 @@ def _of_job(folder: Path) -> list[Record]:
 
 
 def _live(file: Path) -> Record:
-    """Return the live record of a rank, dated by its last call."""
+    """Return a rank's record from its live files, with the time of its last call."""
     record = _load(file)
     groups = with_calls(_listed(file), file.with_suffix(".calls"))
     calls = [call for group in groups for call in group.calls]
@@ -311,7 +312,7 @@ def _live(file: Path) -> Record:
 
 
 def _ended(folder: Path, record: Record) -> Record:
-    """Add the stack at SIGTERM if the signal has ended the rank."""
+    """Add the stack at SIGTERM to the record, if that signal ended the rank."""
     file = live_file(folder, record.rank).with_suffix(".SIGTERM")
     text = file.read_text(errors="replace") if file.exists() else ""
     if not text:

@@ -1,13 +1,14 @@
-"""Report of expert load by step, ``expert_load.jsonl``: the tokens that routers sent to each expert.
+"""Report of expert load per step, ``expert_load.jsonl``: number of tokens routed to each expert.
 
 ``--moe-router-load-report`` writes one record per step, and :func:`mindspeed_dsa.runs.metrics.read` reads it:
 
-* ``layers``: for each MoE layer its ``layer`` number in the whole model, from 1, and its pipeline ``stage``,
-  from 0. ``experts`` has the tokens of each expert. ``ranks`` has the tokens of each expert parallel rank,
-  one list per replica of the experts. ``expert_imbalance`` and ``rank_imbalance`` are maximum over mean.
-* ``stages``: for each pipeline stage its ``tokens`` over all of its MoE layers, and its ``imbalance``: the
-  sum of the layers' maximum rank loads over the sum of their means, as ranks wait for each other in every
-  layer.
+* ``layers``: one entry per MoE layer, with its ``layer`` number in the whole model, from 1, and its pipeline
+  ``stage``, from 0. ``experts`` has the token count of each expert. ``ranks`` has the token count of each
+  expert parallel rank, one list per replica of the experts. ``expert_imbalance`` and ``rank_imbalance`` are
+  maximum over mean.
+* ``stages``: one entry per pipeline stage, with ``tokens``, summed over its MoE layers, and ``imbalance``.
+  This is the sum of the layers' maximum rank loads divided by the sum of their mean rank loads, because ranks
+  wait for each other in every layer.
 
 A token counts once for each expert that it is sent to.
 """
@@ -27,13 +28,13 @@ FILE = "expert_load.jsonl"
 
 
 class LayerLoad(NamedTuple):
-    """Tokens of one step in one MoE layer.
+    """Token counts of one step in one MoE layer.
 
     Attributes:
         layer: layer number, from 1.
         stage: pipeline stage, from 0.
-        experts: tokens by expert.
-        ranks: tokens by replica of the experts and by expert parallel rank.
+        experts: token count of each expert.
+        ranks: for each replica of the experts, the token count of each expert parallel rank.
     """
 
     layer: int
@@ -43,7 +44,7 @@ class LayerLoad(NamedTuple):
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Return maximum over mean, or 1 if all loads are 0."""
+    """Return the maximum load divided by the mean load, or 1 if all loads are 0."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
@@ -111,7 +112,7 @@ def recent(path: Path, count: int) -> tuple[list[Record], int]:
         count: maximum number of records.
 
     Returns:
-        Records by step, and number of damaged lines among them that were skipped.
+        Records ordered by step, and the number of damaged lines that were skipped.
 
     Raises:
         RunError: the file does not exist or is not a report.
@@ -145,10 +146,10 @@ def _check(layer: Mapping[str, Any]) -> None:
 
 
 def totals(records: Sequence[Record]) -> dict[int, list[int]]:
-    """Return the tokens by layer and expert, summed over all steps.
+    """Return a dict from layer number to token counts per expert, summed over all steps.
 
     Raises:
-        RunError: the number of experts changed, so the records are of several models.
+        RunError: the number of experts changes, so the records come from several models.
     """
     sums: dict[int, list[int]] = {}
     for entry in records:
@@ -164,7 +165,7 @@ def totals(records: Sequence[Record]) -> dict[int, list[int]]:
 
 
 def draw(path: Path, records: Sequence[Record]) -> None:
-    """Draw heat maps with matplotlib: imbalances over layers and steps, and each expert's share of a layer.
+    """Draw heat maps with matplotlib: imbalance by layer and step, and each expert's share of its layer.
 
     Args:
         path: picture file.
@@ -196,7 +197,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
 
 
 def imbalances(records: Sequence[Record], key: str) -> list[list[float]]:
-    """Return ``[layers, steps]`` of the value ``key``; NaN for a step without the layer."""
+    """Return the layers' values of ``key`` as ``[layers, steps]``; NaN where a step lacks the layer."""
     by_step = [{layer["layer"]: layer[key] for layer in each["layers"]} for each in records]
     layers = sorted({layer for each in by_step for layer in each})
     return [[each.get(layer, float("nan")) for each in by_step] for layer in layers]

@@ -1,6 +1,6 @@
 """Placement of experts on expert parallel ranks: computed from recorded loads, and stored in a file.
 
-An order lists a layer's experts by slot. Ranks have equal numbers of consecutive slots.
+The order of a layer lists the expert in each slot. Ranks have equal numbers of consecutive slots.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mindspeed_dsa.runs.files import RunError, write_atomically
 
 @dataclass(frozen=True)
 class Placement:
-    """Expert orders of a model's MoE layers.
+    """Order of the experts in each MoE layer of a model.
 
     Attributes:
         experts: number of experts per layer.
         ranks: expert parallel size.
-        orders: dict from layer number (from 1) to its experts by slot.
+        orders: dict from layer number (from 1) to the expert in each slot.
     """
 
     experts: int
@@ -35,7 +35,7 @@ def balanced(loads: Sequence[int], ranks: int) -> list[int]:
     The result is deterministic, and experts keep their slots unless the new order is better.
 
     Args:
-        loads: tokens by expert; their number must be a multiple of ``ranks``.
+        loads: token count of each expert; the number of experts must be a multiple of ``ranks``.
         ranks: expert parallel size.
     """
     # Greedy: experts in descending load go to the least loaded rank with a free slot.
@@ -56,7 +56,7 @@ def balanced(loads: Sequence[int], ranks: int) -> list[int]:
 
 
 def _swap(loads: Sequence[int], held: list[list[int]], sums: list[int]) -> bool:
-    """Make the swap that relieves the most loaded rank most; return whether there was one."""
+    """Swap the pair of experts that best relieves the most loaded rank; return whether there was one."""
     most = max(range(len(sums)), key=lambda rank: (sums[rank], -rank))  # ties: the lower rank
     best: tuple[int, int, int, int] | None = None
     for rank in range(len(sums)):
@@ -78,13 +78,13 @@ def _swap(loads: Sequence[int], held: list[list[int]], sums: list[int]) -> bool:
 
 
 def rank_loads(loads: Sequence[int], order: Sequence[int], ranks: int) -> list[int]:
-    """Return the tokens by rank."""
+    """Return the token count of each rank for an order."""
     room = len(order) // ranks
     return [sum(loads[expert] for expert in order[rank * room : (rank + 1) * room]) for rank in range(ranks)]
 
 
 def improvement(loads: Sequence[int], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """Return the rank imbalance (maximum over mean) of the default order and of this one."""
+    """Return the rank imbalance (maximum over mean) of the default order, and of ``order``."""
     unmoved = range(len(loads))
     return (
         imbalance(rank_loads(loads, list(unmoved), ranks)),
@@ -96,7 +96,7 @@ def place(loads: Mapping[int, Sequence[int]], ranks: int) -> Placement:
     """Return :func:`balanced` orders for all layers.
 
     Args:
-        loads: dict from layer number to tokens by expert.
+        loads: dict from layer number to token count of each expert.
         ranks: expert parallel size.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Atomic file writes and locks: files have the old or the new content whenever the process is killed."""
+"""Atomic file writes, and locks. If the process is killed, a file has its old or its new content."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RunError(MindSpeedDSAError):
 
 
 def number(text: str) -> int | None:
-    """Return the number that a text consists of; ``None`` unless it is 1 to 18 digits 0 to 9."""
+    """Parse a text of 1 to 18 digits (0 to 9); return ``None`` for any other text."""
     # str.isdigit accepts digits of every script, some of which int() refuses.
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def amount(nbytes: int) -> str:
-    """Return bytes as text in GB, MB or kB."""
+    """Format a number of bytes in GB, MB or kB."""
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -45,7 +45,7 @@ def amount(nbytes: int) -> str:
 
 
 def writer() -> str:
-    """Return a unique name for a writer, as part of temporary file names in shared folders."""
+    """Return a name that is unique to this writer, for temporary file names in shared folders."""
     # Containers may have equal process ids and even equal host names.
     return f"{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:12]}"
 
@@ -78,7 +78,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the names in a folder, to disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,7 +123,7 @@ def started(pid: int) -> str:
 
 
 def lock(path: Path) -> IO[str]:
-    """Wait for the lock on a file and take it, until the result is closed or the process ends."""
+    """Wait for and take the lock on a file; closing the result, or the end of the process, releases it."""
     # Forked processes close it, see _leave_locks(): a child in an uninterruptible disk wait would otherwise
     # keep the job's successor out.
     file = open(path, "a")  # noqa: SIM115 - the caller closes it
@@ -161,9 +161,9 @@ def delete(folder: Path) -> None:
 class Sole:
     """Exclusive right to write something, held until the process ends; a lock file names the holder.
 
-    On a file system without locks a file ``PATH.held`` is created exclusively. After its process has ended,
-    only processes on the same machine or in the same container can tell and remove it. Others get an error
-    that names the file to delete.
+    On a file system without locks a file ``PATH.held`` is created exclusively. If its process has ended,
+    processes on the same machine or in the same container detect this and remove the file. Other processes
+    get an error that names the file to delete.
 
     Args:
         path: lock file, which exists while the right is held.
@@ -258,7 +258,7 @@ def _make_sole(path: Path, what: str) -> str:
 
 
 def _clear(path: Path, theirs: str, what: str) -> None:
-    """Remove the file of an ended process; raise if that process is running or may run elsewhere."""
+    """Remove the held file if its process has ended; raise if that process is or may be running."""
     try:
         facts = json.loads(theirs)
         pid, began, who = int(facts["pid"]), str(facts["started"]), str(facts["who"])[:_SHOWN]
@@ -292,7 +292,7 @@ def _refuse(path: Path, what: str, who: str) -> NoReturn:
 
 
 def _where() -> str:
-    """Return the scope of process ids: the machine since its boot, or the container."""
+    """Return an identifier of the scope in which process ids are unique: machine and boot, or container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux
         parts += [

@@ -1,8 +1,8 @@
 """Manifest of a checkpoint, ``dsa_manifest.json``: a list of its files, which proves that it is complete.
 
-A save renames the manifest into the checkpoint's folder last, so a folder with a manifest was written
-completely. Each file is listed with its size and, on request, zlib's CRC-32. The checksum detects bit flips,
-but does not protect against deliberate changes. Imports neither torch nor Megatron.
+The manifest is the last file of a save, renamed into the checkpoint's folder. So a checkpoint with a manifest
+was written completely. Each file is listed with its size and, on request, zlib's CRC-32. The checksum detects
+bit flips, but does not protect against deliberate changes. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _is_ours(name: str) -> bool:
 
 
 def sums(checkpoint: Path, files: Iterable[str]) -> dict[str, Entry]:
-    """Read files with several threads, and return their sizes and checksums.
+    """Compute the sizes and checksums of files, with several threads.
 
     Raises:
         OSError: a file cannot be read.
@@ -168,10 +168,11 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 
 def read(checkpoint: Path) -> Manifest | None:
-    """Return a checkpoint's manifest; ``None`` if it has none, as checkpoints of stock Megatron.
+    """Return a checkpoint's manifest; ``None`` if it has none, like checkpoints of stock Megatron.
 
     Raises:
-        RunError: the file cannot be read or is not a manifest; the message follows the checkpoint's name.
+        RunError: the file cannot be read or is not a manifest. Callers prefix the message with the
+            checkpoint's name.
     """
     try:
         content = json.loads((checkpoint / NAME).read_bytes())

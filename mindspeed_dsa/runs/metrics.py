@@ -1,6 +1,6 @@
-"""Metrics of a run by step, in a file with one JSON object per line.
+"""Metrics of a run, in a file with one JSON object per step and line.
 
-``--step-metrics-file`` writes it in Megatron-LM's training loop, and ``python -m mindspeed_dsa compare``
+With ``--step-metrics-file`` Megatron-LM's training loop writes the file; ``python -m mindspeed_dsa compare``
 reads it. A record has ``step``, ``lm_loss`` and ``indexer_loss`` (nats per token), ``grad_norm``,
 ``tokens_per_s``, ``step_time_s`` and ``peak_memory_bytes``. Values that a job does not measure are absent or
 null.
@@ -37,7 +37,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """Make sure that the next record starts a new line."""
+    """Complete or remove an unfinished last line, so that the next record starts a new line."""
     end = file.seek(0, os.SEEK_END)
     if not end or _ends_line(file, end):
         return
@@ -49,7 +49,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _is_torn(text: bytes) -> bool:
-    """Return whether an unterminated last line is the start of a record, cut by a kill."""
+    """Return whether an unterminated last line is an incomplete record, left by a killed process."""
     begun = text.strip(b"\0")  # after a power cut some file systems leave zeros
     if not begun.startswith(b"{"):
         return not begun
@@ -66,7 +66,7 @@ def _ends_line(file: IO[bytes], end: int) -> bool:
 
 
 def _lines_from_end(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines without line ends, the last line first, holding only one in memory."""
+    """Yield the lines from last to first, without line ends, with one line in memory at a time."""
     position, rest = file.seek(0, os.SEEK_END), b""
     if position and _ends_line(file, position):
         position -= 1
@@ -92,12 +92,12 @@ def _step(text: bytes) -> tuple[int, Record] | None:
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records by step; of steps repeated after a resume, the later record.
+    """Return the records ordered by step; for steps repeated after a resume, the last record.
 
     An unfinished last line, left by a killed process, is ignored.
 
     Raises:
-        ValueError: another line is not a record.
+        ValueError: any other line is not a record.
     """
     by_step: dict[int, Record] = {}
     lines = path.read_bytes().splitlines(keepends=True)
@@ -118,17 +118,17 @@ def _shown(text: bytes) -> str:
 
 
 def latest(path: Path, count: int) -> tuple[list[Record], int]:
-    """Return the last records of a file, which is read backwards only as far as needed.
+    """Return the last records of a file, reading it backwards and only as far as needed.
 
-    If steps were repeated after a resume, records from the last pass are returned, and later steps of earlier
-    passes are left out.
+    If a run was resumed and repeated steps, the records of the last attempt are returned, without later steps
+    of earlier attempts.
 
     Args:
         path: file of metrics.
         count: maximum number of records.
 
     Returns:
-        Records by step, and number of lines among them that are not records, without an unfinished last line.
+        Records ordered by step, and the number of invalid lines, not counting an unfinished last line.
     """
     newest: list[tuple[int, Record]] = []
     broken = 0
@@ -215,7 +215,7 @@ def pyplot_for_files() -> Any:
 
 
 def pyplot_for(picture: Path) -> Any:
-    """Return ``pyplot`` as :func:`pyplot_for_files` does, with an error that names the requested picture.
+    """Call :func:`pyplot_for_files`; if matplotlib is missing, the error names the requested picture.
 
     Raises:
         RunError: matplotlib is not installed.
@@ -234,7 +234,7 @@ def draw(
     heldout: Sequence[Record] = (),
     levels: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw the language model and indexer loss with matplotlib.
+    """Plot the language model loss and the indexer loss over steps, with matplotlib.
 
     Args:
         path: picture file.

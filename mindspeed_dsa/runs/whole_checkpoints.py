@@ -1,7 +1,7 @@
-"""Folders of Megatron-LM checkpoints, and choice of a complete checkpoint in them.
+"""Detection of complete checkpoints in a folder of Megatron-LM checkpoints, and choice of one to load.
 
-A folder has ``iter_0000100`` and so on, possibly ``release``, and a tracker file that names the latest
-checkpoint. Imports neither torch nor Megatron.
+A folder has subfolders ``iter_0000100`` and so on, possibly ``release``, and a tracker file
+(``latest_checkpointed_iteration.txt``) that names the latest checkpoint. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class State:
 
     Attributes:
         path: folder of the checkpoint.
-        iteration: iteration; ``None`` for ``release``.
+        iteration: checkpoint's iteration; ``None`` for ``release``.
         damage: description of the damage; empty if none is known.
-        listed: manifest; ``None`` if there is no readable one.
+        listed: checkpoint's manifest; ``None`` if there is none, or it is unreadable.
     """
 
     path: Path
@@ -135,7 +135,7 @@ def state_of(folder: Path, iteration: int | None, contents: bool = False) -> Sta
 
 
 def _unfinished(path: Path) -> str:
-    """Describe a missing part of a checkpoint without manifest that loading needs; empty if none is known."""
+    """Describe a part that a checkpoint without manifest lacks; empty if no missing part is known."""
     if not path.is_dir():
         return "it is missing"
     with os.scandir(path) as entries:
@@ -170,10 +170,11 @@ def _incomplete(path: Path, found: set[str]) -> str:
 
 
 def choose(folder: Path, step: int | None = None, contents: bool = False) -> Choice:
-    """Choose the checkpoint to load: the newest complete one up to the tracker's iteration.
+    """Choose the checkpoint to load: the newest complete one that is not newer than the tracker's.
 
-    Newer checkpoints are used only if no other one is complete, as a tracker may have been set back. A
-    checkpoint without a manifest must be named by the tracker, or have the last file that Megatron writes.
+    Checkpoints newer than the tracker's are used only if no other one is complete, because a user may have
+    set the tracker back on purpose. A checkpoint without a manifest counts as complete only if the tracker
+    names it, or if it has the last file that Megatron writes.
 
     Args:
         folder: parent folder of the checkpoints.
@@ -241,7 +242,7 @@ def _candidates(folder: Path, latest: int | str | None) -> Iterator[int | None]:
 
 
 def describe(folder: Path, choice: Choice) -> str:
-    """Return a choice as one line of text."""
+    """Format a choice as one line of text."""
     passed = f"; passed over: {_shortened(choice.passed)}" if choice.passed else ""
     if choice.state is None:
         return f"{folder} has no checkpoint yet"
@@ -251,7 +252,7 @@ def describe(folder: Path, choice: Choice) -> str:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a checkpoint for deletion to a name that is not a checkpoint's, and return the new path.
+    """Rename a checkpoint before its deletion, so that no reader finds it; return the new path.
 
     Raises:
         OSError: it cannot be renamed.
@@ -260,7 +261,7 @@ def put_aside(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; if interrupted, the remains do not have a checkpoint's name.
+    """Delete a checkpoint; it is renamed first, so an interrupted deletion leaves no partial checkpoint.
 
     Raises:
         OSError: it cannot be deleted.
@@ -269,7 +270,7 @@ def remove(path: Path) -> None:
 
 
 def superfluous(folder: Path, known: Sequence[State], keep: int) -> list[State]:
-    """Return the checkpoints that may be deleted: those older than the newest complete ones.
+    """Return the checkpoints to delete: all that are older than the newest ``keep`` complete ones.
 
     The tracker's checkpoint is never deleted.
 
