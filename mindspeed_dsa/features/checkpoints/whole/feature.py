@@ -46,7 +46,7 @@ def active(settings: Any) -> bool:
 
 
 def check_saves(args: Any, options: Options) -> Iterator[str]:
-    """Yield errors for ``--save`` URLs that are no folder, and for formats that Megatron cannot save."""
+    """Yield errors for URLs in ``--save`` or ``--load``, and for formats without asynchronous saves."""
     written = argument(args, "ckpt_format")
     # Releases with `async_strategy` save all Megatron formats except `torch` asynchronously.
     served = (
