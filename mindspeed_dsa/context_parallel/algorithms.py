@@ -24,7 +24,7 @@ COMM_TYPES = {
     "kvallgather_cp_algo": "allgather",
     "hybrid_cp_algo": "a2a+p2p",
 }
-"""MindSpeed's algorithm names: dict to Megatron's ``cp_comm_type``."""
+"""Dict from MindSpeed's algorithm name to Megatron's ``cp_comm_type``."""
 ALGORITHM = Flag(
     "--context-parallel-algo",
     "Algorithm by which context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo "

@@ -101,7 +101,7 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending
 
 _FIRST_TAG, _TAGS = 1 << 10, 1 << 20
 _messages: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""Number of messages sent per group. gloo matches messages by tag, and several exchanges may be in flight."""
+"""Number of messages sent per group, used as tag, because gloo matches messages by tag."""
 
 
 def exchange_pairs(

@@ -172,7 +172,7 @@ class Queued(NamedTuple):
 
 
 class QueuedGradient(DeferredGradient):
-    """Deferred gradient without an autograd node, so that backward does not reach the weight.
+    """Deferred gradient without an autograd node: backward puts it in a queue and ignores the weight.
 
     Args:
         weight: parameter.

@@ -31,14 +31,14 @@ class Difference(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A recorded and a simulated timeline, and their differences in event order and in start times."""
+    """A recorded and a simulated timeline, and their differences in event order and in times."""
 
     recorded: Timeline
     simulated: Timeline
     other_order: list[tuple[int, int]]
-    """Rank, and position of its first recorded event that differs from the schedule."""
+    """For each rank with another order: rank, and position of the first event that differs."""
     differences: list[Difference]
-    """Differences of all events, the largest difference in duration first."""
+    """Differences of all events, sorted by the difference in duration, largest first."""
 
     def figures(self) -> list[Figures]:
         """Return the figures of the recorded and of the simulated timeline."""

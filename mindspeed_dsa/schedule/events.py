@@ -18,12 +18,12 @@ class Kind(str, Enum):
     WEIGHT = "W"
     """Weight gradients."""
     RECOMPUTE = "R"
-    """Repeated forward that the backward needs."""
+    """Recomputation of a forward, which its backward needs."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One unit of work of a rank.
+    """One event in a rank's schedule: a forward, a backward, weight gradients or a recomputation.
 
     Attributes:
         kind: kind of computation.
@@ -50,7 +50,7 @@ Unit = tuple[Kind, int, int]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Events of all ranks.
+    """Ordered events of all pipeline ranks.
 
     Attributes:
         name: name of the schedule.

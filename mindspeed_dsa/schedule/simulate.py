@@ -11,7 +11,7 @@ from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule, Unit
 
 @dataclass(frozen=True)
 class Span:
-    """Interval in which an event runs.
+    """Time interval in which an event runs.
 
     Attributes:
         event: event that runs.

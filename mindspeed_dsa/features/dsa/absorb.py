@@ -29,9 +29,9 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to return the absorbed form in DSA models.
 
-    Generation with a cache keeps Megatron's per-head form. Without context parallelism, so do the stages with
-    dense attention, which costs a third of the work per head, and calls for which :func:`by_head_is_faster`
-    is true.
+    Generation with a cache keeps Megatron's per-head form. Two more cases keep it without context
+    parallelism: stages with dense attention, where the per-head form needs a third of the work, and calls for
+    which :func:`by_head_is_faster` is true.
     """
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:

@@ -196,15 +196,15 @@ class LossTracker:
         reduce_group: ProcessGroup | None = None,
         avg_group: ProcessGroup | None = None,
     ) -> None:
-        """Add the loss of one microbatch to the sum of one layer.
+        """Add the loss of one microbatch to the sum of a layer.
 
         Args:
             loss: scalar loss.
             layer_number: layer number from 1; MTP layers are numbered after the decoder layers. None: not
                 logged.
             num_layers: number of decoder layers of the model.
-            reduce_group: process group to sum losses over, or None.
-            avg_group: process group to average losses over, or None.
+            reduce_group: process group over which losses are summed, or None.
+            avg_group: process group over which losses are averaged, or None.
         """
         if layer_number is None:
             return

@@ -123,8 +123,7 @@ class Operands:
 
 
 Run = tuple[int, int, int, int]
-"""First query token, end of the query tokens, first and end of the keys that the last of them sees.
-Padding has ``low == high``."""
+"""First query token, end of the query tokens, first and end of the last token's keys (equal in padding)."""
 
 
 def _by_runs(tensor: Tensor, runs: Sequence[Run], dim: int) -> Sequence[Tensor]:
@@ -191,7 +190,7 @@ class IndexInputs:
     use_relu: bool = True
     """Whether ReLU is applied to the per-head products."""
     key_receiver: Tensor | None = None
-    """Buffer for the fp32 gradient of the key; see :class:`Operands`."""
+    """Receiver of the key's gradient in fp32; see :class:`Operands`."""
 
     def first(self, rows: int) -> IndexInputs:
         """Return the first ``rows`` query tokens and keys."""
@@ -384,7 +383,7 @@ class Selection:
     scores: Tensor | None = None
     """``[b, s, keys]``. Set only if Megatron's own indexer computed the scores."""
     form: RowForm | None = None
-    """Form of the rows. Each row lists ``min(visible keys, topk)`` keys; None: the host does not know."""
+    """Description of the visible ranges, if the host knows it. Tokens have ``min(visible, topk)`` keys."""
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
 
 
 class _Shared:
-    """Process groups and their members that layers share."""
+    """Process groups and members that all layers of a session share."""
 
     def __init__(self, context: Context[Options]) -> None:
         # By context parallel group: number of ranks that exchange heads, their group, and the ring's group.

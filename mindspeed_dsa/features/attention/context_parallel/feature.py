@@ -33,7 +33,7 @@ NO_DEAL = (
     "under context parallelism Megatron rotates the rows of grouped heads where Transformer Engine cuts "
     "documents, and --pack-documents deals them out by work; omit --pack-documents, or use latent attention"
 )
-"""Reason why dense attention without latents does not support rows dealt out by work."""
+"""Message: attention other than MLA does not support the work-balanced layout of packs."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 class SharedMembers(WeakValueDictionary[tuple[int, Tensor], Members]):
-    """Members by group identity and order, shared by all layers while one of them holds them.
+    """Dict from group identity and token order to :class:`Members`, shared by all layers of a session.
 
-    Values are weak, so that an unused group is destroyed, and its threads with it.
+    Values are weak references, so that an unused group is destroyed with its threads.
     """
 
     def of_order(self, group: ProcessGroup, order: Tensor) -> Members:
-        """Return the members of a group whose tokens have this order."""
+        """Return the members of a group for a token order, created on first use."""
         members = self.get((id(group), order))
         if members is None:
             # The inverse permutation: position of each rank's tokens within the group's ordered tokens.
@@ -56,7 +56,7 @@ class HeadExchange(PayloadStrategy):
         group: process group of context parallel ranks.
         heads: process group of the neighbours that exchange heads; None: ``group``.
         across: process group of the ring, which has one rank of each neighbour group; None: no ring.
-        shared: members of the other layers.
+        shared: members that all layers share.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-"""Keys of a batch that Megatron's own scripts would read, some of them incorrectly."""
+"""Batch entries to remove, because Megatron's own scripts would read some of them incorrectly."""
 
 _Batch = Mapping[str, Any]
 
@@ -40,11 +40,11 @@ class _Running:
     pack: Pack
     params: Any
     is_dealt: bool = False
-    """Whether its batch was dealt out to context parallel ranks here."""
+    """Whether :func:`deal_rows` has sliced the batch for this context parallel rank."""
 
 
 class Step:
-    """Running forward of the session, or ``None``."""
+    """Session state: the microbatch whose forward is running, or ``None``."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.running: _Running | None = None
@@ -242,7 +242,7 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
 
 
 def _padded(pack: Pack, padding: Padding) -> Pack:
-    """Return the pack with the length of its padded batch."""
+    """Return a copy of the pack with the length of the padded batch."""
     if padding.rows * padding.ranks > padding.length:
         raise ValueError(
             f"pack-documents: {padding.rows} rows of padding are more than one of {padding.ranks} context "

@@ -31,7 +31,7 @@ from mindspeed_dsa.runs import collectives as files
 
 _Function = Callable[..., Any]
 _BETWEEN = ("torch.distributed", "mindspeed_dsa.parallel", "mindspeed_dsa.patches", __name__)
-"""Modules that only forward calls; the recorded line is their caller's."""
+"""Modules that only forward calls. The recorded line is in the code that calls them."""
 _KINDS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "TP",
     "PIPELINE_MODEL_PARALLEL_GROUP": "PP",

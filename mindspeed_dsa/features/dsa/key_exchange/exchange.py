@@ -29,7 +29,7 @@ ATTRIBUTE = "_key_exchange"
 
 
 class KeyExchange:
-    """Exchange of one DSA layer's keys between context parallel ranks.
+    """State of the exchange of one DSA layer's keys: process groups, layout, and all-gathers in flight.
 
     Args:
         context: process group of context parallel ranks.

@@ -139,14 +139,14 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
 
 
 class _Rotation:
-    """Whether the indexer that is projecting applies the Hadamard rotation."""
+    """State that tells ``rotate_activation`` whether the running indexer uses the Hadamard rotation."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.is_wanted = True
 
     @contextmanager
     def of(self, indexer: Any) -> Iterator[None]:
-        """Rotate in the block as the indexer's configuration says."""
+        """Context in which the rotation is on or off, as the indexer's configuration says."""
         before, self.is_wanted = self.is_wanted, indexer.config.dsa_indexer_rotate_activation
         try:
             yield
@@ -155,7 +155,7 @@ class _Rotation:
 
 
 def rotate_where_wanted(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``rotate_activation``, which does not get the configuration."""
+    """Decorate ``rotate_activation``, which does not get the configuration, to skip the rotation if off."""
     rotation = context.state(_Rotation)
 
     def rotate_activation(x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def rotate_where_wanted(original: Callable[..., Tensor], context: Context[Option
 
 
 def project_with_scores(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16, which includes projection."""
+    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16 to switch the rotation on or off."""
     rotation = context.state(_Rotation)
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:

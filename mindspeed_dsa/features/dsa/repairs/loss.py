@@ -26,7 +26,7 @@ from mindspeed_dsa.megatron.dsa import uses_dsa
 
 
 class _Gate:
-    """Whether an attention layer without indexer loss is running."""
+    """Flag that is set while an attention layer without an indexer loss runs."""
 
     def __init__(self, context: Context[None]) -> None:
         self.is_shut = False
@@ -204,7 +204,7 @@ def _ranks(groups: Any) -> int:
 
 
 def _method_of_tracker(name: str) -> Callable[[Context[None]], Callable[..., None]]:
-    """Return a factory for a static method of ``DSAIndexerLossLoggingHelper``, replaced by ours."""
+    """Return a factory of our replacement for a static method of ``DSAIndexerLossLoggingHelper``."""
 
     def make(context: Context[None]) -> Callable[..., None]:
         dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")

@@ -37,7 +37,7 @@ SUFFIX = ".selections"
 _PREFIX_OF_FILES = "rank"
 _MAGIC = b"DSASEL2\n"
 _PREFIX = struct.Struct("<II")
-"""Length of the rest, and its CRC-32."""
+"""Length of a record's content, and its CRC-32."""
 _RECORD = struct.Struct("<IIIII?")
 """Step, sequence, layer, number of runs, length of the keys' bytes, and whether tokens follow them."""
 _TOKEN = 0xFFFF

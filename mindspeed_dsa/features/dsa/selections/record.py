@@ -41,7 +41,7 @@ from mindspeed_dsa.schedule.events import Event, Kind
 _Function = Callable[..., Any]
 
 _MOST_BYTES = 256 << 20
-"""Bytes that may be queued for the thread. Beyond it, the layer waits."""
+"""Largest number of bytes queued for the writer thread. If the queue is full, the layer waits."""
 EXIT_STATUS = 74
 """Exit status of a process with an incomplete recording, ``EX_IOERR`` of sysexits.h."""
 

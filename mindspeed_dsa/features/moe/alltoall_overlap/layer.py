@@ -50,7 +50,7 @@ class Call:
 
 
 def calls_of(context: Context[None]) -> WeakKeyDictionary[Any, Call]:
-    """Create the calls per dispatcher until their last wait. Megatron too gives it one forward at a time."""
+    """Create the session's dict from dispatcher to running :class:`Call`. The last wait removes an entry."""
     return WeakKeyDictionary()
 
 

@@ -229,7 +229,7 @@ class Rates:
 
 
 def measured_rates(context: Context[Options]) -> WeakKeyDictionary[Any, Rates]:
-    """Create the measured rates per process group."""
+    """Create the session's dict from process group to measured rates."""
     return WeakKeyDictionary()
 
 

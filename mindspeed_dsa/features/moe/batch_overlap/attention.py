@@ -178,7 +178,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 
 
 _ANGLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-"""Arguments of a layer's forward that both halves share, since they are the same for whole sequences."""
+"""Arguments of a layer's forward that are the same for both halves, if these are whole sequences."""
 _NONE = ("packed_seq_params", "sequence_len_offset")
 """Arguments that Megatron's functions read, ``None`` for both halves."""
 

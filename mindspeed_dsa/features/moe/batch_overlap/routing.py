@@ -70,7 +70,7 @@ def _alone(router: Any) -> Iterator[None]:
 
 
 def route_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``TopKRouter.routing`` for layers whose attention runs in halves."""
+    """Wrap ``TopKRouter.routing``: route each half with :class:`Routing` if attention runs in halves."""
     if context.options.attention is False:
         return original
     state = context.state(State)

@@ -34,7 +34,7 @@ class Ahead(pipeline_steps.Follower):
         super().__init__(context.megatron)
         self.everywhere, self._log = context.options.everywhere, context.log
         self.unit: Unit | None = None
-        """Unit of the running forward."""
+        """Chunk and microbatch of the running forward."""
         self.segments: dict[Unit, list[Any]] = {}
         self.layers: dict[Unit, list[tuple[RunsAgain, Any]]] = {}
         """Recomputed layers per unit in a paired schedule, with a reference to Megatron's layer."""
@@ -42,7 +42,7 @@ class Ahead(pipeline_steps.Follower):
         self._order: list[Unit] = []
         self._done, self._warmup = 0, 0
         self.recomputed = {"ahead": 0, "in place": 0}
-        """Number of segments recomputed in the last step, by place."""
+        """Number of segments recomputed in the last step, early or in their own backward."""
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Compute the order of backwards in the schedule."""

@@ -28,7 +28,7 @@ class Options:
 
 
 _WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
-"""Modules that Megatron recomputes in the backward of a later module, not in their own backward."""
+"""Modules whose output Megatron frees, and recomputes in the backward of a later module."""
 _READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core_attn"}}
 """Modules that read the freed output of such a module, and cannot be recomputed before it is."""
 

@@ -144,7 +144,7 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
 
 
 def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict, ...]:
-    """Return the conflicts of a feature that defers weight gradients.
+    """Return the conflicts with other features that every feature with deferred weight gradients has.
 
     Args:
         flag: flag of the feature, for the messages.
