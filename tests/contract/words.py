@@ -14,7 +14,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +69,7 @@ class Counts:
     sentences: int = 0
     comments: int = 0
     lines: int = 0
-    places: list[Place] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.places = []
+    places: list[Place] = field(default_factory=list)
 
     def number(self, kind: str) -> int:
         return sum(place.kind == kind for place in self.places)
