@@ -16,7 +16,8 @@ from mindspeed_dsa.settings import did_you_mean
 
 _WHO = "mindspeed_dsa weights"
 _DESCRIPTION = """\
-Reads and writes the weights of DeepSeek-V3, DeepSeek-V3.2 and GLM-5.x, a tensor at a time.
+Reads and writes the weights of DeepSeek-V3, DeepSeek-V3.2, GLM-5.x, Kimi-K2, Qwen2, Qwen3, Llama and
+Mixtral, a tensor at a time.
 
   python -m mindspeed_dsa weights import HF_DIR CHECKPOINTS -- FLAGS      files to a checkpoint for --load
   python -m mindspeed_dsa weights export CHECKPOINT HF_DIR --like HF_DIR  a checkpoint to files

@@ -74,6 +74,17 @@ _DEEPSEEK_V3 = {
 }
 # Models of Moonshot AI route over all experts in one group.
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "vocab_size": 163840, "num_nextn_predict_layers": 0}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+}
 KNOWN: dict[str, dict[str, Any]] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3.1": _DEEPSEEK_V3,
@@ -111,6 +122,59 @@ KNOWN: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 50000,
         "rope_scaling": None,
+    },
+    "qwen3-235b-a22b": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "rope_scaling": {"rope_type": "llama3", **config.LLAMA_3},
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000,
     },
 }
 """Dict from a name that ``--config`` accepts to the model's configuration."""
@@ -174,7 +238,9 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
             setattr(options, name, value)
     layers = options.num_layers
     # --num-layers overrides the file's: keep its number of dense layers, or what fits.
-    if "moe_layer_freq" not in given and len(options.moe_layer_freq) != layers:  # dense layers come first
+    if (
+        "moe_layer_freq" in said.keys() - given and len(options.moe_layer_freq) != layers
+    ):  # dense layers come first
         dense = min(options.moe_layer_freq.count(0), layers)
         options.moe_layer_freq = [0] * dense + [1] * (layers - dense)
     if options.dsa_indexer_topk_pattern and _PATTERN not in given:

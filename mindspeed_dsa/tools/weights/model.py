@@ -23,7 +23,9 @@ _SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank",
     "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_layer_freq", "moe_ffn_hidden_size",
     "moe_router_topk", "moe_shared_expert_intermediate_size", "mtp_num_layers", "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim", "dsa_indexer_topk",
+    "dsa_indexer_head_dim", "dsa_indexer_topk", "num_query_groups", "kv_channels", "add_qkv_bias",
+    "qk_layernorm", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
 )  # fmt: skip
 _SHARING = (
     "dsa_indexer_topk_freq",
@@ -106,10 +108,14 @@ def _gpt_model(
     values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype, said: Mapping[str, Any]
 ) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    kind, latent = TransformerConfig, {}
+    if values["multi_latent_attention"]:
+        # YaRN's tables cannot be computed on the meta device.
+        kind, latent = MLATransformerConfig, {"multi_latent_attention": True, "rope_type": "rope"}
     # Fields of this release: arguments that it does not know are left out below.
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    fields = {field.name for field in dataclasses.fields(kind)}
     sparse = values.get("experimental_attention_variant") == "dsa"
     more = {
         "num_moe_experts": values.get("num_experts"),
@@ -117,21 +123,16 @@ def _gpt_model(
         "transformer_impl": "local",
         **said,
     }
-    # Checkpoints have the expert bias, which Megatron only allows with sigmoid scores.
-    experts = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    config = MLATransformerConfig(
+    config = kind(
         **{name: values[name] for name in _SIZES if values.get(name) is not None and name in fields},
         **{name: value for name, value in more.items() if value is not None and name in fields},
-        **(experts if values.get("num_experts") else {}),
-        multi_latent_attention=True,
-        qk_layernorm=True,
+        **latent,
         normalization="RMSNorm",
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
-        rope_type="rope",  # YaRN's tables cannot be computed on the meta device
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_dropout_fusion=False,

@@ -50,7 +50,16 @@ EXPORT = "--enable-mg2hf-convert --save /ckpt --save-interval 50"
             f"{IMPORT} {EXPORT} --model-type-hf glm5 --save-layer-by-layer",
             "--load-hf /hf --save-hf /ckpt/hf --save-hf-interval 50 --save /ckpt --save-interval 50",
         ),
-        (f"{EXPORT} --model-type-hf qwen3", "--save /ckpt --save-interval 50"),
+        (f"{EXPORT} --model-type-hf gemma2", "--save /ckpt --save-interval 50"),
+        (f"{IMPORT} --model-type-hf qwen3", "--load-hf /hf"),
+        (f"{IMPORT} --model-type-hf qwen3-moe", "--load-hf /hf"),
+        (f"{IMPORT} --model-type-hf qwen25", "--load-hf /hf"),
+        (f"{IMPORT} --model-type-hf qwen2-moe", "--load-hf /hf"),
+        (f"{IMPORT} --model-type-hf llama2", "--load-hf /hf"),
+        (
+            f"{EXPORT} --model-type-hf mixtral --hf-save-dir /out --only-convert-last-checkpoint",
+            "--save-hf /out --save /ckpt --save-interval 50",
+        ),
         ("--enable-mg2hf-convert --model-type-hf glm5", ""),
         (f"{IMPORT} --ckpt-format torch", "--load-hf /hf --ckpt-format torch"),
         (
@@ -65,13 +74,13 @@ def test_folders_of_weights(old: str, new: str) -> None:
 
 
 def test_a_model_whose_weights_are_not_converted_is_refused_by_name() -> None:
-    translation = translated(f"{IMPORT} --model-type-hf qwen3-moe")
+    translation = translated(f"{IMPORT} --model-type-hf bailing_mini")
     (refused,) = translation.refused
     assert refused.given.flag == "--enable-hf2mg-convert"
-    assert "Weights of qwen3-moe are not converted here" in refused.why
+    assert "Weights of bailing_mini are not converted here" in refused.why
     assert "glm5 (glm_moe_dsa)" in refused.why
     assert "--load" in words(translation.flags), "nothing of it is half applied"
-    (left_out,) = translated(f"{EXPORT} --model-type-hf qwen3").of("not served")
+    (left_out,) = translated(f"{EXPORT} --model-type-hf bailing_mini").of("not served")
     assert not left_out.results
 
 

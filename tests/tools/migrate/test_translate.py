@@ -302,7 +302,7 @@ def test_reasons_name_what_there_is():
     def why(text):
         return translated(text, "0.16.1").outcomes[-1].why
 
-    assert "deepseek32 (deepseek_v32)" in why("--load /w --model-type-hf qwen3 --enable-hf2mg-convert")
+    assert "deepseek32 (deepseek_v32)" in why("--load /w --model-type-hf glm45 --enable-hf2mg-convert")
     assert why("--transformer-impl local --use-flash-attn") == "flash-attention serves it."
     assert "Transformer Engine's attention runs" in why("--use-flash-attn")
     assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
@@ -353,7 +353,7 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
     [
         ("--fix-router", "--fix-router"),
         ("--bf16 --rmsnorm-weight-in-fp32", "--rmsnorm-weight-in-fp32"),
-        ("--load /w --enable-hf2mg-convert --model-type-hf qwen3-moe", "--enable-hf2mg-convert"),
+        ("--load /w --enable-hf2mg-convert --model-type-hf glm45-air", "--enable-hf2mg-convert"),
         ("--tokenizer-type MagistralTokenizer", "--tokenizer-type"),
         ("--context-parallel-size 2 --context-parallel-algo adaptive_cp_algo", "--context-parallel-algo"),
         ("--rope-scaling-type yarn", "--rope-scaling-type"),

@@ -240,7 +240,7 @@ def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"hidden_size": "7168"}, "hidden_size is '7168'"),
         ({"n_routed_experts": 0}, "n_routed_experts is 0"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),

@@ -151,6 +151,11 @@ def test_options_behind_the_jobs_flags_are_taken(tmp_path, capsys):
         ("glm-5.2", 743.3, True),
         ("kimi-k2", 1026.4, False),
         ("moonlight", 15.96, False),
+        ("qwen3-235b-a22b", 235.09, False),
+        ("qwen3-30b-a3b", 30.53, False),
+        ("qwen2.5-7b", 7.616, False),
+        ("llama-3.1-8b", 8.030, False),
+        ("mixtral-8x7b", 46.70, False),
     ],
 )
 def test_models_by_name_have_their_parameters(name, billions, sparse):

@@ -90,8 +90,8 @@ def _nan_factors(model: Path) -> tuple[str, ...]:
 
 def _other_family(model: Path) -> tuple[str, ...]:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    return "'llama'", "glm_moe_dsa"
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    return "'gpt2'", "glm_moe_dsa"
 
 
 def _no_config(model: Path) -> tuple[str, ...]:

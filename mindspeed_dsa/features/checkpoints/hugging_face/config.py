@@ -32,6 +32,13 @@ from mindspeed_dsa.patches.errors import SettingsError
 FILE = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LLAMA_3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Numbers of Llama 3's rotary embeddings, which Megatron's ``--use-rope-scaling`` has."""
 INDEXER = {
     "dsa_indexer_n_heads": "index_n_heads",
     "dsa_indexer_head_dim": "index_head_dim",
@@ -152,16 +159,17 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         SettingsError: the model type is not supported, or sizes are invalid.
     """
     architecture = find(config, where)
-    sparse = architecture.marks.get("experimental_attention_variant") or "index_topk" in config
+    sparse = architecture.marks.get("experimental_attention_variant") or (
+        architecture.indexer and "index_topk" in config
+    )
     wanted = {**architecture.sizes, **(INDEXER if sparse else {})}
-    counts = architecture.counts
-    missing = [name for name in wanted.values() if name not in config]
+    missing = [name for name in wanted.values() if not architecture.has(config, name)]
     if missing:
         raise SettingsError(f"{where} lacks {', '.join(missing)}")
-    read = (*wanted.values(), *counts)
-    wrong = [name for name in read if not _is_size(name, config.get(name, 0), name in counts)]
+    said = {name: architecture.said(config, name) for name in (*wanted.values(), *architecture.counts)}
+    wrong = [name for name, value in said.items() if not _is_size(name, value, architecture)]
     if wrong:
-        found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
+        found = ", ".join(f"{name} is {said[name]!r}" for name in wrong)
         raise SettingsError(
             f"{where}: {found}; give a positive number, of layers not more than {MOST_LAYERS:,}"
         )
@@ -170,29 +178,42 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has moe_layer_freq {config['moe_layer_freq']!r}, and only 1 can be read; give the "
             "sizes by Megatron's flags, with --moe-layer-freq"
         )
-    return {
-        **{flag: config[name] for flag, name in wanted.items()},
+    sizes = {
+        **{flag: said[name] for flag, name in wanted.items()},
         **_sharing(config, where),
-        "moe_layer_freq": _experts(config, where, architecture),
-        # Megatron computes n shared experts as one MLP of n times the width.
-        "moe_shared_expert_intermediate_size": (
-            (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None
-        ),
-        "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
+        "mtp_num_layers": said.get(PREDICTIONS) or None,
         "experimental_attention_variant": "dsa" if sparse else None,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         **COMMON,
         **architecture.arguments,
     }
+    if "kv_channels" in sizes:
+        heads = sizes["num_attention_heads"]
+        sizes["num_query_groups"] = sizes["num_query_groups"] or heads
+        sizes["kv_channels"] = sizes["kv_channels"] or max(sizes["hidden_size"] // heads, 1)
+    if sizes["num_experts"]:
+        sizes["moe_layer_freq"] = _experts(config, where, architecture)
+        # Megatron computes n shared experts as one MLP of n times the width.
+        shared = (said.get("n_shared_experts") or 0) * sizes["moe_ffn_hidden_size"] or None
+        sizes.setdefault("moe_shared_expert_intermediate_size", shared)
+    return sizes
 
 
 def _experts(config: Mapping[str, Any], where: str, architecture: Architecture) -> list[int]:
-    """Return 1 for each layer with experts and 0 for dense layers, from a list of types or a count."""
+    """Return 1 for each layer with experts and 0 for dense layers."""
     layers, name = config[LAYERS], "mlp_layer_types"
-    if name not in architecture.lists or config.get(name) is None:
-        dense = min(config.get("first_k_dense_replace") or 0, layers)
-        return [0] * dense + [1] * (layers - dense)
-    return [int(each == "sparse") for each in _types(config, where, name, ("dense", "sparse"))]
+    if name in architecture.lists and config.get(name) is not None:
+        return [int(each == "sparse") for each in _types(config, where, name, ("dense", "sparse"))]
+    dense, step = 0, 1
+    dense_layers: list[int] = []
+    if "first_k_dense_replace" in architecture.counts:
+        dense = config.get("first_k_dense_replace") or 0
+    if "decoder_sparse_step" in architecture.counts:
+        step, dense_layers = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+        if not isinstance(dense_layers, list) or not all(map(_is_count, dense_layers)):
+            raise SettingsError(f"{where}: mlp_only_layers is {dense_layers!r}; give a list of layers")
+    sparse = {layer for layer in range(dense, layers) if (layer + 1) % step == 0} - {*dense_layers}
+    return [int(layer in sparse) for layer in range(layers)]
 
 
 def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -256,9 +277,10 @@ def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str,
     return types
 
 
-def _is_size(name: str, value: Any, is_count: bool) -> bool:
+def _is_size(name: str, value: Any, architecture: Architecture) -> bool:
+    is_count = name in architecture.counts
     if value is None:  # no latent queries, dense layers, shared experts or prediction layers
-        return is_count or name == "q_lora_rank"
+        return is_count or name in architecture.nullable
     least = 0 if is_count else 1
     return _is_count(value) and least <= value <= (MOST_LAYERS if name in (LAYERS, PREDICTIONS) else _LARGEST)
 
@@ -289,12 +311,11 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     architecture = find(config, where)
     problems = list(_no_numbers(config, architecture)) or [
         *_without_megatron(config, architecture),
-        *_with_more(config),
+        *_with_more(config, architecture),
         *_rotary_problems(config, architecture),
     ]
     if problems:
         raise SettingsError(f"{where} is a model that Megatron cannot compute: {'; '.join(problems)}")
-    groups, group_topk = _groups(config, architecture)
     indexer = {}
     if sizes["experimental_attention_variant"] == "dsa":
         indexer = dict(MODELS[architecture.indexer])
@@ -307,11 +328,24 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         **rotary_of(config, architecture),
         "norm_epsilon": float(architecture.said(config, "rms_norm_eps")),
         "max_position_embeddings": architecture.said(config, "max_position_embeddings"),
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": group_topk,
-        "moe_router_topk_scaling_factor": float(architecture.said(config, "routed_scaling_factor")),
+        **(_routing(config, architecture) if sizes["num_experts"] else {}),
         **{name: value for name, value in indexer.items() if name not in sizes},
     }
+
+
+def _routing(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the arguments of the router that a file decides."""
+    groups, group_topk = _groups(config, architecture)
+    scale = architecture.said(config, "routed_scaling_factor")
+    routing: dict[str, Any] = {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": group_topk,
+        "moe_router_topk_scaling_factor": None if scale is None else float(scale),
+    }
+    # Probabilities of the selected experts sum to 1 with sigmoid, and with softmax after the selection.
+    if architecture.arguments["moe_router_score_function"] == "softmax":
+        routing["moe_router_pre_softmax"] = not architecture.said(config, "norm_topk_prob")
+    return routing
 
 
 def _no_numbers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
@@ -320,7 +354,9 @@ def _no_numbers(config: Mapping[str, Any], architecture: Architecture) -> Iterat
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield "its rope parameters are not one table of numbers"
         return
-    numbers = (name for name, usual in architecture.defaults.items() if not isinstance(usual, bool))
+    numbers = (
+        name for name, usual in architecture.defaults.items() if usual is not None and type(usual) is not bool
+    )
     read = [(name, architecture.said(config, name)) for name in numbers]
     read += [(name, table.get(name)) for table in (rope, config) for name in _OF_ROPE]
     for name, value in read:
@@ -333,17 +369,26 @@ def _no_numbers(config: Mapping[str, Any], architecture: Architecture) -> Iterat
 def _groups(config: Mapping[str, Any], architecture: Architecture) -> tuple[int | None, int | None]:
     """Return the number of expert groups and of groups to route to; ``None`` if no group is excluded."""
     groups, chosen = (architecture.said(config, name) for name in ("n_group", "topk_group"))
-    return (groups, chosen) if 0 < chosen < groups else (None, None)
+    return (groups, chosen) if groups and 0 < chosen < groups else (None, None)
 
 
 def _without_megatron(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield model properties that Megatron's layers or router do not support."""
-    # With sigmoid scores, Megatron normalizes the weights of selected experts iff topk > 1.
-    only = {**architecture.only, "norm_topk_prob": (config["num_experts_per_tok"] > 1,)}
+    only, router = dict(architecture.only), architecture.arguments.get("moe_router_score_function")
+    alone = router is not None and config["num_experts_per_tok"] == 1
+    # With sigmoid, Megatron normalizes the weights of selected experts iff topk > 1.
+    if router == "sigmoid":
+        only["norm_topk_prob"] = (not alone,)
+    if router == "softmax" and alone and architecture.said(config, "norm_topk_prob"):
+        yield "num_experts_per_tok is 1, whose probability would always be 1, and it asks for two or more"
     for name, allowed in only.items():
         if (value := architecture.said(config, name)) not in allowed:
             yield f"{name} is {value!r}, and it has {' or '.join(map(repr, allowed))} only"
     heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if not architecture.arguments["multi_latent_attention"]:
+        if key_heads and heads % key_heads:
+            yield f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}"
+        return
     if key_heads not in (None, heads):
         yield f"num_key_value_heads is {key_heads!r}, and latent attention has one for each of {heads} heads"
     if config["q_lora_rank"] is None and "index_topk" in config:
@@ -363,11 +408,12 @@ def _without_megatron(config: Mapping[str, Any], architecture: Architecture) -> 
             )
 
 
-def _with_more(config: Mapping[str, Any]) -> Iterator[str]:
+def _with_more(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield keys of parts that no supported architecture has, and that change a model's outputs."""
     for name in ABSENT:
         # Qwen's files give the window's size even where no layer uses it.
-        if config.get(name) and not (name == "sliding_window" and config.get("use_sliding_window") is False):
+        unused = name == "sliding_window" and architecture.said(config, "use_sliding_window") is False
+        if config.get(name) and not unused:
             yield f"{name} is {config[name]!r}, and it has no such part"
     types = config.get("layer_types") or ["full_attention"]
     if not isinstance(types, list) or not set(map(str, types)) <= set(ATTENTION_TYPES):
@@ -388,8 +434,11 @@ def rotary_of(config: Mapping[str, Any], architecture: Architecture) -> dict[str
     both are present, ``rope_scaling`` has priority as in transformers.
     """
     rope = _rope_parameters(config)
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = float(rope.get("rope_theta") or architecture.said(config, "rope_theta") or 10000.0)
     arguments: dict[str, Any] = {"rotary_base": int(base) if base.is_integer() else base}
+    if not architecture.arguments["multi_latent_attention"]:
+        scaled = {"use_rope_scaling": True, "rope_scaling_factor": LLAMA_3["factor"]}
+        return arguments | (scaled if _rope_kind(rope) == "llama3" else {})
     if _rope_kind(rope) != "yarn":
         # Megatron-LM before 0.14 always applies YaRN; with a factor of 1 that is plain RoPE.
         return arguments | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
@@ -426,15 +475,19 @@ def _rope_kind(given: Mapping[str, Any]) -> Any:
 
 
 def _rotary_problems(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
-    """Yield rotary embedding properties that Megatron's latent attention does not support."""
+    """Yield rotary embedding properties that Megatron's attention does not support."""
     rope = _rope_parameters(config)
     kind = _rope_kind(rope)
-    if kind not in ("default", "yarn"):
-        yield f"rope_type is {kind!r}, and it has 'default' or 'yarn' only"
+    if kind not in architecture.ropes:
+        yield f"rope_type is {kind!r}, and it has {' or '.join(map(repr, architecture.ropes))} only"
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if part != 1.0:
-        yield f"partial_rotary_factor is {part!r}, and it rotates all of qk_rope_head_dim"
-    if kind != "yarn":
+        yield f"partial_rotary_factor is {part!r}, and it rotates all dimensions"
+    if kind == "llama3":
+        for name, value in LLAMA_3.items():
+            if rope.get(name) != value:
+                yield f"{name} is {rope.get(name)!r}, and its --use-rope-scaling has {value:g} only"
+    if kind != "yarn" or kind not in architecture.ropes:
         return
     if rope.get("truncate") is False:
         yield "truncate is False, and it rounds YaRN's range of dimensions"

@@ -6,7 +6,7 @@ import glob
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ _WHO = "mindspeed_dsa weights"
 _NOT_QUANTISED = (
     "layernorm",
     "norm",
-    "mlp.gate.",
+    "gate.",
     "weights_proj",
     "embed_tokens",
     "lm_head",
@@ -47,7 +47,7 @@ _NOT_QUANTISED = (
 )
 """Name parts of weights that DeepSeek's files never store in FP8."""
 _OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
-_VECTORS = ("norm.weight", "norm_weight", "norm.bias", "expert_bias")
+_VECTORS = ("norm.weight", "norm_weight", "bias")
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Plan:
 
     # -- tensors -------------------------------------------------------------------------------
 
-    def _find(self) -> dict[str, Piece]:
-        """Return the checkpoint region of each Hugging Face tensor, in the order of the model."""
+    def _find(self) -> dict[str, list[Piece]]:
+        """Return the checkpoint's regions of each Hugging Face tensor's rows, in the order of the model."""
         stacks, wanted = dict(self._stacks()), list(self.shape.places())
         missing = [str(place) for place in wanted if place not in stacks]
         more = sorted(str(place) for place in stacks.keys() - set(wanted))
@@ -126,7 +126,10 @@ class Plan:
                 f"{_WHO}: {self.checkpoint} {' and '.join(problems)}; its arguments, or the config.json that "
                 "was named, describe another model; name one of this model"
             )
-        pieces = {name: piece for place in wanted for name, piece in self._split(place, *stacks[place])}
+        pieces: dict[str, list[Piece]] = {}
+        for place in wanted:
+            for name, piece in self._split(place, *stacks[place]):
+                pieces.setdefault(name, []).append(piece)
         # Multi-token prediction layers repeat some tensors of the model, as in released files.
         for repeated, original in self.shape.repeated():
             if original in pieces and (self._like is None or repeated in self._like.names):
@@ -134,14 +137,12 @@ class Plan:
         if self._like is not None:
             # Indexers of layers that share a selection: they are not trained, and stay with the model.
             pieces |= {
-                name: _kept(self._like, name) for name in self.shape.idle() if name in self._like.names
+                name: [_kept(self._like, name)] for name in self.shape.idle() if name in self._like.names
             }
         others = [
-            f"{name} {list(piece.data.shape)} and not {list(self._like.shape(name))}"
-            for name, piece in pieces.items()
-            if self._like is not None
-            and name in self._like.names
-            and self._like.shape(name) != tuple(piece.data.shape)
+            f"{name} {list(shape)} and not {list(self._like.shape(name))}"
+            for name, shape in ((name, _whole(parts).shape) for name, parts in pieces.items())
+            if self._like is not None and name in self._like.names and self._like.shape(name) != shape
         ]
         if others:
             raise RunError(
@@ -194,27 +195,29 @@ class Plan:
             height += last - first
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        piece = self._pieces[name]
-        if piece.key:
-            return self._reader.read(piece, dtype)
+        pieces = self._pieces[name]
+        if pieces[0].key:
+            parts = [self._reader.read(piece, dtype) for piece in pieces]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         assert self._like is not None
-        kept = torch.empty(piece.shape, dtype=dtype)
+        kept = torch.empty(pieces[0].shape, dtype=dtype)
         self._like.read_into(kept, name)
         return kept
 
     def _described(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of the exported files, on the meta device."""
-        for name, piece in self._pieces.items():
-            dtype = self._dtype(name)
-            yield name, piece.data.to(dtype)
+        for name, pieces in self._pieces.items():
+            dtype, whole = self._dtype(name), _whole(pieces)
+            yield name, whole.to(dtype)
             if dtype == torch.float8_e4m3fn:
-                blocks = fp8.factors_shape(tuple(piece.data.shape))
+                blocks = fp8.factors_shape(tuple(whole.shape))
                 yield name + FACTORS, torch.empty(blocks, dtype=self._factors_dtype(name), device="meta")
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = self._like.dtype(name) if self._like is not None and name in self._like.names else None
         if self.fp8_blocks:
-            by_rule = self._pieces[name].data.dim() == 2 and not any(part in name for part in _NOT_QUANTISED)
+            is_matrix = self._pieces[name][0].data.dim() == 2
+            by_rule = is_matrix and not any(part in name for part in _NOT_QUANTISED)
             by_like = stored == torch.float8_e4m3fn
             # A weight that `like` lacks follows the rule.
             if by_like if stored is not None and self._like_has_fp8 else by_rule:
@@ -281,7 +284,7 @@ class Plan:
 
     def _weight(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return a weight, and its factors if it is to be stored in FP8."""
-        piece, dtype, like = self._pieces[name], self._dtype(name), self._like
+        dtype, like = self._dtype(name), self._like
         if dtype != torch.float8_e4m3fn:
             return self._read(name, dtype), None
         factors = like.factors(name) if like is not None and like.block(name) == fp8.BLOCK else None
@@ -290,7 +293,7 @@ class Plan:
         powers = like is not None and like.quantised.get("scale_fmt") == fp8.POWERS_OF_TWO
         powers = powers or stored == torch.float8_e8m0fnu  # which has powers of two only
         try:
-            weight = self._read(name, piece.data.dtype)
+            weight = self._read(name, self._pieces[name][0].data.dtype)
             return fp8.quantise(weight, factors, powers_of_two=powers, factors_dtype=stored)
         except RunError as error:
             raise RunError(f"{_WHO}: {self.checkpoint}: {name}: {error}") from error
@@ -355,6 +358,9 @@ def _kept(like: Reader, name: str) -> Piece:
     dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     data = torch.empty(shape, dtype=dtype, device="meta")
     return Piece(Place("", -1, -1, name), "", shape, (0,) * len(shape), shape, 0, data)
+def _whole(pieces: Sequence[Piece]) -> Tensor:
+    """Return a Hugging Face tensor on the meta device."""
+    return torch.cat([piece.data for piece in pieces])
 
 
 def _nbytes(tensors: Mapping[str, Tensor]) -> int:

@@ -22,8 +22,8 @@ _REQUIRES = Requires(
 LOAD_HF = Flag(
     "--load-hf",
     "Start from the weights in DIR, a folder of safetensors files and a config.json of DeepSeek-V3, "
-    "DeepSeek-V3.2 or GLM-5.x; each rank reads what it holds. Where --load has a checkpoint already, the job "
-    "goes on from that.",
+    "DeepSeek-V3.2, GLM-5.x, Kimi-K2, Qwen2, Qwen3, Llama or Mixtral; each rank reads what it holds. Where "
+    "--load has a checkpoint already, the job goes on from that.",
     kind="value",
     metavar="DIR",
 )

@@ -68,7 +68,7 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
         SettingsError: Megatron, or this release, does not support the model.
     """
     arguments = arguments_of(config, where)
-    old, yarn = before_0_14(release), arguments["rope_type"] == "yarn"
+    old, yarn = before_0_14(release), arguments.get("rope_type") == "yarn"
     if not isinstance(arguments["rotary_base"], int):
         raise SettingsError(
             f"{where}: rope_theta is {arguments['rotary_base']!r}, and Megatron-LM's --rotary-base an integer"
@@ -78,8 +78,10 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
             f"{where}: mscale {arguments['mscale']:g} is not mscale_all_dim {arguments['mscale_all_dim']:g}, "
             f"and Megatron-core {release} scales attention with --mscale for both; use 0.14 or later"
         )
+    if lacking := lacks(arguments, release):
+        raise SettingsError(f"{where}: {lacking}")
     if old:
-        del arguments["rope_type"]
+        arguments.pop("rope_type", None)
         # Before 0.14 this argument is the length before YaRN's extension.
         if yarn:
             arguments["max_position_embeddings"] = arguments.pop("original_max_position_embeddings")
@@ -91,9 +93,17 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
             del arguments[name]
     if arguments.get("dsa_indexer_topk_freq") == 1:
         del arguments["dsa_indexer_topk_freq"], arguments["dsa_indexer_skip_topk_offset"]
-    # The fused RoPE kernels support neither plain RoPE in latent attention nor DSA.
     lines = [line for name, value in arguments.items() if (line := _line(name, value, release))]
-    return [shlex.join(line) for line in (*lines, ["--no-rope-fusion"])]
+    # The fused RoPE kernels support neither plain RoPE in latent attention nor DSA.
+    lines += [["--no-rope-fusion"]] if arguments["multi_latent_attention"] else []
+    return [shlex.join(line) for line in lines]
+
+
+def lacks(arguments: Mapping[str, Any], release: str) -> str:
+    """Return what a release lacks for a model; empty if nothing."""
+    if arguments.get("moe_shared_expert_gate") and Version(release) < Version("0.16.dev0"):
+        return f"the shared expert has a gate, and Megatron-core {release} no flag for it; use 0.16 or later"
+    return ""
 
 
 def flags_of_training(config: Mapping[str, Any], frozen: bool, where: str) -> list[str]:
@@ -180,6 +190,24 @@ def prediction_layers(args: Any) -> int | None:
         return None
     # With a repeated layer, all predictions share the weights of one.
     return min(here or 0, 1) if getattr(args, "mtp_use_repeated_layer", False) else here or 0
+
+
+def query_groups(args: Any) -> int | None:
+    """Return the number of heads of keys and values; ``None`` if unknown."""
+    groups = value_of(args, "num_query_groups")
+    if groups in (None, MISSING) or not getattr(args, "group_query_attention", True):
+        groups = value_of(args, "num_attention_heads")
+    return groups if isinstance(groups, int) else None
+
+
+def head_width(args: Any) -> int | None:
+    """Return the number of dimensions of a head; ``None`` if unknown."""
+    width, hidden, heads = (
+        value_of(args, name) for name in ("kv_channels", "hidden_size", "num_attention_heads")
+    )
+    if width in (None, MISSING) and isinstance(hidden, int) and isinstance(heads, int):
+        width = hidden // heads
+    return width if isinstance(width, int) else None
 
 
 def rotates_first_here(args: Any, name: str, release: str) -> bool:

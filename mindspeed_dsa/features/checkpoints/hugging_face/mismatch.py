@@ -27,10 +27,13 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     MISSING,
     Rotary,
     before_0_14,
+    head_width,
+    lacks,
     layers_with_experts,
     mend,
     pattern,
     prediction_layers,
+    query_groups,
     rotates_first_here,
     value_of,
 )
@@ -62,6 +65,7 @@ _SAME = (
     "num_experts",
     "moe_router_topk",
     "moe_router_score_function",
+    "moe_router_pre_softmax",
     "moe_router_enable_expert_bias",
     "swiglu",
     "add_bias_linear",
@@ -69,7 +73,7 @@ _SAME = (
     "norm_epsilon",
     "untie_embeddings_and_output_weights",
 )
-"""Arguments that must be equal."""
+"""Arguments that must be equal, as far as the files' architecture has them."""
 _WITHOUT = (
     "add_qkv_bias",
     "apply_layernorm_1p",
@@ -85,9 +89,9 @@ _WITHOUT = (
     "squared_relu",
     "use_rope_scaling",
 )
-"""Arguments that change a model's outputs and that no supported model sets."""
-_POSITIONS = ("rope", "yarn", "none")
-"""Position embedding types that add nothing, because latent attention applies RoPE itself."""
+"""Switches that change a model's outputs; few architectures set any."""
+_POSITIONS = {True: ("rope", "yarn", "none"), False: ("rope",)}
+"""Position embedding types with the files' outputs; latent attention (true) applies RoPE itself."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of transformers' norms of latents, independent of the configuration."""
 
@@ -104,6 +108,8 @@ def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[st
         Messages. Fewer multi-token prediction layers than in the files, and indexers with the files of a
         dense model, are permitted; see :func:`remarks`.
     """
+    if lacking := lacks(arguments, release):
+        return [lacking]
     messages = [
         *_sizes(arguments, args, release),
         *_experts(arguments, args, release),
@@ -157,7 +163,7 @@ def remarks(arguments: Mapping[str, Any], args: Any) -> list[str]:
             f"are left out; give --mtp-num-layers {there} to train them"
         )
     epsilon = arguments["norm_epsilon"]
-    if epsilon != _LATENT_EPSILON:
+    if arguments["multi_latent_attention"] and epsilon != _LATENT_EPSILON:
         messages.append(
             f"transformers computes the norms of latent queries and keys with epsilon {_LATENT_EPSILON:g}, "
             f"and Megatron, which has one for all norms, with {epsilon:g}"
@@ -182,16 +188,24 @@ def _equal(here: Any, there: Any) -> bool:
 
 
 def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
-    for name in _SAME:
+    latent = arguments["multi_latent_attention"]
+    for name in (name for name in _SAME if name in arguments):
         here, there = value_of(args, name), arguments[name]
         if here is not MISSING and not _equal(here, there):
             yield _differs(name, here, there, release)
     for name in _WITHOUT:
-        here = value_of(args, name)
-        if here is not MISSING and here:
-            yield _differs(name, here, None, release)
+        here, there = value_of(args, name), arguments.get(name)
+        if here is not MISSING and bool(here) != bool(there):
+            yield _differs(name, here, there, release)
+    if not latent:
+        for name, width in (("num_query_groups", query_groups(args)), ("kv_channels", head_width(args))):
+            if width is not None and width != arguments[name]:
+                yield _differs(name, width, arguments[name], release)
+        variant = value_of(args, "experimental_attention_variant")
+        if variant is not MISSING and variant:
+            yield _differs("experimental_attention_variant", variant, None, release)
     positions = value_of(args, "position_embedding_type")
-    if positions is not MISSING and positions not in _POSITIONS:
+    if positions is not MISSING and positions not in _POSITIONS[latent]:
         yield _differs("position_embedding_type", positions, arguments["position_embedding_type"], release)
     activation = value_of(args, "activation_func")
     if activation is not MISSING and getattr(activation, "__name__", "") != "silu":
@@ -231,7 +245,7 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
 
 
 def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
-    if not value_of(args, "num_experts"):
+    if not value_of(args, "num_experts") or not arguments["num_experts"]:
         return  # reported by the comparison of `num_experts`
     here = value_of(args, "moe_ffn_hidden_size")
     if here is not MISSING:
@@ -263,11 +277,19 @@ def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[
 def _rotary(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     # arguments_of() returns the values as releases from 0.14 on define them.
     here, there = Rotary.of(args, release), Rotary.of(SimpleNamespace(**arguments), "0.14")
-    assert there is not None
+    base, part = value_of(args, "rotary_base"), value_of(args, "rotary_percent")
+    if base is not MISSING and not _equal(float(base), float(arguments["rotary_base"])):
+        yield _differs("rotary_base", base, arguments["rotary_base"], release)
+    if part is not MISSING and part != 1:
+        yield _differs("rotary_percent", part, 1.0, release)
+    if there is None:
+        factor = value_of(args, "rope_scaling_factor")
+        there_factor = arguments.get("rope_scaling_factor", factor)
+        if factor is not MISSING and not _equal(factor, there_factor):
+            yield _differs("rope_scaling_factor", factor, there_factor, release)
+        return
     if here is None:
         return
-    if not _equal(here.base, there.base):
-        yield _differs("rotary_base", here.base, arguments["rotary_base"], release)
     if not _equal(here.factor, there.factor):
         kinds = {True: "yarn", False: "rope"}
         flags = mend("rotary_scaling_factor", there.factor, release)

@@ -20,7 +20,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry impo
     PREDICTION_TENSORS,
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL, Architecture
-from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
+from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers, query_groups
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
 
@@ -31,12 +31,13 @@ PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows Megatron pads so that tensor parallel ranks can divide them."""
 
 _OTHER_NAMES = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
     ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
 )
 _LAYERS = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?:(?P<layer>\d+)\.)?(?P<rest>.+)")
-_EXPERTS = "mlp.experts."
+_EXPERTS, _GROUPED = "mlp.experts.", "self_attention.linear_qkv."
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.")
 """Prefix of the transformer layer inside a multi-token prediction layer, in older and newer releases."""
 
@@ -162,6 +163,8 @@ class Shape:
         prediction_indexers: for each multi-token prediction layer, whether it owns an indexer. In other
             respects these layers are like the last decoder layer.
         tied: whether the output layer shares the embedding's weight.
+        groups: number of key heads, each with a group of queries.
+        queries: number of query heads in a group.
     """
 
     architecture: Architecture
@@ -171,6 +174,8 @@ class Shape:
     shared_expert: bool = True
     prediction_indexers: tuple[bool, ...] = ()
     tied: bool = False
+    groups: int = 1
+    queries: int = 1
 
     @classmethod
     def of(cls, args: Any, architecture: Architecture) -> Self:
@@ -180,6 +185,7 @@ class Shape:
         frequency = getattr(args, "moe_layer_freq", 1)
         if isinstance(frequency, int):
             frequency = [int(layer % frequency == 0) for layer in range(layers)]
+        groups = query_groups(args) or 1
         uses_dsa = getattr(args, "experimental_attention_variant", None) == "dsa"
         sharing, predictions = Sharing.of(args), prediction_layers(args) or 0
         return cls(
@@ -192,6 +198,8 @@ class Shape:
                 uses_dsa and sharing.mtp_computes(layer) for layer in range(1, predictions + 1)
             ),
             tied=not getattr(args, "untie_embeddings_and_output_weights", True),
+            groups=groups,
+            queries=getattr(args, "num_attention_heads", groups) // groups,
         )
 
     @property
@@ -247,8 +255,16 @@ class Shape:
         """
         names = self.names(place)
         # A gated projection is gate_proj and up_proj one above the other: two names share the rows.
-        height = rows // len(names)
-        return [Segment(name, 0, height) for name in names]
+        groups, parts = 1, [1] * len(names)
+        if place.name.startswith(_GROUPED):
+            # With 8 query heads, 2 key heads: heads 0-3 of q, head 0 of k and of v, heads 4-7 of q, ...
+            groups, parts = self.groups, [self.queries, 1, 1]
+        height = rows // (groups * sum(parts))
+        return [
+            Segment(name, group * part * height, (group + 1) * part * height)
+            for group in range(groups)
+            for name, part in zip(names, parts, strict=True)
+        ]
 
     def repeated(self) -> Iterator[tuple[str, str]]:
         """Yield tensors of multi-token prediction layers that repeat the model's, and the model's tensors."""

@@ -13,15 +13,17 @@ from types import MappingProxyType
 from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_job
-from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import Architecture
-from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import PREDICTIONS, Architecture
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, LLAMA_3, arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.contract import lacking
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     MISSING,
     Rotary,
     before_0_14,
+    head_width,
     layers_with_experts,
     prediction_layers,
+    query_groups,
     value_of,
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import mismatches
@@ -51,11 +53,10 @@ _REPLACED = (
     *INDEXER.values(),
 )
 """Keys of a reference configuration that are dropped: they refer to code, or conflict with written keys."""
-_EQUIVALENT = ("architectures", "head_dim", "rope_parameters")
+_EQUIVALENT = ("architectures", "decoder_sparse_step", "head_dim", "mlp_only_layers", "rope_parameters")
 """Keys that may be written in another form."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys with the ids of special tokens."""
-_NEEDED = ("norm_epsilon", "rotary_base", "rotary_scaling_factor", "moe_layer_freq")
 
 
 def config_of(
@@ -84,14 +85,18 @@ def config_of(
         SettingsError: the configuration has no key for a property of the model.
     """
     architecture = of_job(args)
-    missing = [name for name in (*architecture.sizes, *_NEEDED) if value_of(args, name) is MISSING]
+    has_experts = "num_experts" in architecture.sizes
+    needed = [*architecture.sizes, "norm_epsilon", "rotary_base"]
+    needed += ["moe_layer_freq"] if has_experts else []
+    needed += ["rotary_scaling_factor"] if architecture.arguments["multi_latent_attention"] else []
+    missing = [name for name in needed if _size(args, name) is MISSING]
     if missing:
         raise SettingsError(
             f"{who}: the arguments of the checkpoint lack {', '.join(missing)}; use a checkpoint of "
             f"{', '.join(BY_TYPE)}"
         )
-    if not value_of(args, "num_experts"):
-        raise SettingsError(f"{who}: none of the kinds of models is without experts: give --num-experts")
+    if has_experts and not value_of(args, "num_experts"):
+        raise SettingsError(f"{who}: a model with latent attention has experts: give --num-experts")
     unpadded = value_of(args, "vocab_size")
     if vocabulary and unpadded not in (None, MISSING) and unpadded > vocabulary:
         raise SettingsError(
@@ -106,24 +111,29 @@ def config_of(
         "model_type": architecture.types[0],
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{theirs: value_of(args, ours) for ours, theirs in architecture.sizes.items()},
+        # Without a number of their own, as many heads have keys as queries.
+        "num_key_value_heads": value_of(args, "num_attention_heads"),
+        **{theirs: _size(args, ours) for ours, theirs in architecture.sizes.items()},
         **{key: allowed[0] for key, allowed in architecture.only.items()},
         "vocab_size": vocabulary or _rows(args),
-        "num_key_value_heads": value_of(args, "num_attention_heads"),
-        "num_nextn_predict_layers": prediction_layers(args) or 0,
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", True),
         "rms_norm_eps": value_of(args, "norm_epsilon"),
         "attention_dropout": 0.0,
-        **_routing(args),
-        **_rope(args, release, described),
+        **_rope(args, release, described, architecture),
     }
     for key, parts in architecture.sums.items():
         described[key] = sum(described[part] for part in parts)
-    layers = layers_with_experts(args)
+    if PREDICTIONS in architecture.counts:
+        described[PREDICTIONS] = prediction_layers(args) or 0
+    layers = layers_with_experts(args) if has_experts else []
     assert isinstance(layers, list)
-    described["first_k_dense_replace"] = next(
-        (layer for layer, sparse in enumerate(layers) if sparse), len(layers)
-    )
+    if has_experts:
+        described |= _routing(args, architecture)
+    if "first_k_dense_replace" in architecture.counts:
+        described["first_k_dense_replace"] = [*layers, 1].index(1)
+    if "decoder_sparse_step" in architecture.counts:
+        described["decoder_sparse_step"] = 1
+        described["mlp_only_layers"] = [layer for layer, sparse in enumerate(layers) if not sparse]
     if "mlp_layer_types" in architecture.lists:
         described["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in layers]
     if uses_dsa(args):
@@ -140,16 +150,26 @@ def config_of(
     return described
 
 
+def _size(args: Any, name: str) -> Any:
+    if name == "num_query_groups":
+        return query_groups(args)
+    return head_width(args) if name == "kv_channels" else value_of(args, name)
+
+
 def _rows(args: Any) -> int:
     unpadded, padded = value_of(args, "vocab_size"), value_of(args, "padded_vocab_size")
     rows: int = padded if unpadded is None else unpadded
     return rows
 
 
-def _routing(args: Any) -> dict[str, Any]:
+def _routing(args: Any, architecture: Architecture) -> dict[str, Any]:
     """Return the routing keys; group-limited routing that excludes no group becomes one group."""
     width = value_of(args, "moe_ffn_hidden_size")
     width = value_of(args, "ffn_hidden_size") if width is None else width
+    if architecture.arguments["moe_router_score_function"] == "softmax":
+        sums = not getattr(args, "moe_router_pre_softmax", False)
+        normalised = {"norm_topk_prob": sums} if "norm_topk_prob" in architecture.defaults else {}
+        return {architecture.sizes["moe_ffn_hidden_size"]: width, **normalised}
     # Without groups, `topk_group` equals `n_group`: no group is excluded.
     groups = getattr(args, "moe_router_num_groups", None) or 1
     group_topk = getattr(args, "moe_router_group_topk", None) or groups
@@ -163,13 +183,14 @@ def _routing(args: Any) -> dict[str, Any]:
     }
 
 
-def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(args: Any, release: str, like: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Return the rotary embedding keys and the longest context."""
-    rotary = Rotary.of(args, release)
-    assert rotary is not None
+    rotary = Rotary.of(args, release) if architecture.arguments["multi_latent_attention"] else None
     longest = value_of(args, "max_position_embeddings")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
-    if rotary.factor != 1:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value_of(args, "rotary_base"))}
+    if getattr(args, "use_rope_scaling", False):
+        rope |= {**LLAMA_3, "rope_type": "llama3"}
+    elif rotary is not None and rotary.factor != 1:
         rope = {
             "rope_type": "yarn",
             "rope_theta": rotary.base,

@@ -13,6 +13,15 @@ KINDS = {
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
 }
+GROUPED = {
+    "qwen2": "Qwen2Config",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "llama": "LlamaConfig",
+    "mixtral": "MixtralConfig",
+}
+"""Classes of architectures without latent attention."""
 """Dict from ``model_type`` to the config class of transformers."""
 WHERE = "mindspeed_dsa weights: DIR/config.json"
 YARN = {
@@ -26,6 +35,15 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 """Rotary embedding of DeepSeek models."""
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3.1's rotary embeddings."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 64,
@@ -47,6 +65,20 @@ _SIZES: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "num_nextn_predict_layers": 1,
 }
+_GROUPED: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 8},
+}
 _INDEXER = {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 32}
 
 
@@ -60,7 +92,9 @@ def config(kind: str, **changed: Any) -> dict[str, Any]:
     import transformers
 
     sizes = _SIZES | ({} if kind == "deepseek_v3" else _INDEXER)
-    made = getattr(transformers, KINDS[kind])(**{**sizes, **changed})
+    if kind in GROUPED:
+        sizes = _GROUPED | _EXPERTS.get(kind, {}) | ({"num_experts_per_tok": 4} if kind in _EXPERTS else {})
+    made = getattr(transformers, {**KINDS, **GROUPED}[kind])(**{**sizes, **changed})
     return dict(json.loads(made.to_json_string()))
 
 
@@ -71,7 +105,7 @@ def job(arguments: dict[str, Any], release: str, **changed: Any) -> SimpleNamesp
         if name in values:
             values[f"yarn_{name}"] = values.pop(name)
     if release == "0.12.1":
-        del values["rope_type"]
+        values.pop("rope_type", None)
         length = values.pop("yarn_original_max_position_embeddings", None)
         values["max_position_embeddings"] = length or values["max_position_embeddings"]
     else:

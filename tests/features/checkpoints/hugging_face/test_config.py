@@ -20,19 +20,30 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import (
 )
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
-from tests.features.checkpoints.hugging_face.models import KINDS, WHERE, YARN, arguments, config
+from tests.features.checkpoints.hugging_face.models import (
+    GROUPED,
+    KINDS,
+    LLAMA_3,
+    WHERE,
+    YARN,
+    arguments,
+    config,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
     """A config with only ``model_type`` gets the defaults of transformers' class."""
     # The class writes all its fields, with their defaults.
-    whole = json.loads(getattr(transformers, KINDS[kind])().to_json_string())
+    whole = json.loads(getattr(transformers, {**KINDS, **GROUPED}[kind])().to_json_string())
     table = BY_TYPE[kind]
-    written = [name for name in (*table.defaults, *table.only) if name in whole]
-    assert {"n_group", "rms_norm_eps", "routed_scaling_factor", "norm_topk_prob", "hidden_act"} <= {*written}
+    computed = {name for name, usual in table.defaults.items() if usual is None}
+    written = [name for name in (*table.defaults, *table.only) if name in whole.keys() - computed]
+    assert {"rms_norm_eps", "max_position_embeddings", "hidden_act"} <= {*written}
+    if kind in KINDS:
+        assert {"n_group", "routed_scaling_factor", "norm_topk_prob"} <= {*written}
     assert {name: table.said({}, name) for name in written} == {name: whole[name] for name in written}
     # A file without the fields that have a default here must give the same arguments.
     theirs = {name: whole[name] for name in whole if name not in {*written, "rope_parameters"}}
@@ -395,12 +406,111 @@ def test_all_problems_are_in_one_message():
 
 def test_a_kind_is_refused_by_name():
     with pytest.raises(
-        SettingsError, match="model_type 'llama'; what can be read is deepseek_v3, kimi_k2, deepseek_v32"
+        SettingsError, match="model_type 'gpt2'; what can be read is deepseek_v3, kimi_k2, deepseek_v32"
     ):
-        sizes_of({**config("deepseek_v3"), "model_type": "llama"}, WHERE)
+        sizes_of({**config("deepseek_v3"), "model_type": "gpt2"}, WHERE)
     bare = {key: value for key, value in config("deepseek_v32").items() if key != "index_topk"}
     with pytest.raises(SettingsError, match="lacks index_topk"):
         sizes_of(bare, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("deepseek_v4", "model_type 'deepseek_v4', with hyper-connections (hc_mult)"),
+        ("hy_v4", "model_type 'hy_v4', with hyper-connections (hc_mult)"),
+        ("qwen3_next", "model_type 'qwen3_next', with linear attention (linear_conv_kernel_dim)"),
+    ],
+)
+def test_close_architectures_are_refused_by_what_is_not_served(name, part):
+    file = json.loads(transformers.AutoConfig.for_model(name).to_json_string())
+    with pytest.raises(SettingsError) as caught:
+        arguments_of(file, WHERE)
+    assert part in str(caught.value)
+    assert "what can be read is deepseek_v3, kimi_k2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "problem"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
+        ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+        ("llama", {"attention_bias": True}, "attention_bias is True"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA_3 | {"factor": 32.0}},
+            "factor is 32.0, and its --use-rope-scaling",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+    ids=str,
+)
+def test_what_grouped_queries_cannot_compute_is_refused(kind, changed, problem):
+    with pytest.raises(SettingsError) as caught:
+        arguments_of({**config(kind), **changed}, WHERE)
+    assert str(caught.value).startswith(f"{WHERE} is a model that Megatron cannot compute: ")
+    assert problem in str(caught.value)
+
+
+def test_a_window_that_no_layer_uses_is_ignored():
+    file = config("qwen2") | {"sliding_window": 4096}
+    assert arguments_of({**file, "use_sliding_window": None}, WHERE) == arguments("qwen2")
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1]),
+        ({"mlp_only_layers": [0, 4]}, [0, 1, 1, 1, 0, 1]),
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1, 0, 1]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1, 0, 1]),
+        ({"decoder_sparse_step": 9}, [0, 0, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_layers_with_experts_are_those_of_transformers(changed, layers):
+    file = config("qwen3_moe", **changed)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**file))
+    theirs = [int(type(layer.mlp).__name__ == "Qwen3MoeSparseMoeBlock") for layer in model.model.layers]
+    assert arguments_of(file, WHERE)["moe_layer_freq"] == theirs == layers
+    with pytest.raises(SettingsError, match="mlp_only_layers is 'all'"):
+        arguments_of({**file, "mlp_only_layers": "all"}, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalised"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)]
+)
+def test_softmax_chooses_experts_as_transformers_does(kind, normalised):
+    torch = pytest.importorskip("torch")
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    file = config(kind, norm_topk_prob=normalised)
+    ours = arguments_of(file, WHERE)
+    router = {"qwen3_moe": Qwen3MoeTopKRouter, "mixtral": MixtralTopKRouter}[kind](
+        getattr(transformers, GROUPED[kind])(**file)
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        router.weight.normal_()
+        logits, weights, indices = router(torch.randn(64, 64))
+    found, _ = topk_routing_with_score_function(
+        logits,
+        ours["moe_router_topk"],
+        use_pre_softmax=ours["moe_router_pre_softmax"],
+        scaling_factor=ours["moe_router_topk_scaling_factor"],
+        score_function=ours["moe_router_score_function"],
+    )
+    torch.testing.assert_close(found, torch.zeros(64, 8).scatter(1, indices, weights))
 
 
 def test_a_folder_or_its_file_is_read(tmp_path):
@@ -419,10 +529,11 @@ def test_a_folder_or_its_file_is_read(tmp_path):
 ODD = ["three", "\ud800", [], [1], {}, {"a": 1}, True, -1, 1.5, float("nan"), float("inf"), None, 10**30]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 def test_fields_of_any_type_are_taken_or_refused_in_words(kind, tmp_path):
     """A field with a wrong type is a readable error, and a huge number does not allocate a huge list."""
-    file = config(kind, rope_parameters=dict(YARN)) | {"index_topk_freq": 1, "index_skip_topk_offset": 2}
+    rope = YARN if kind in KINDS else LLAMA_3
+    file = config(kind, rope_parameters=dict(rope)) | {"index_topk_freq": 1, "index_skip_topk_offset": 2}
     file |= {"index_topk_pattern": None, "rope_scaling": None, "quantization_config": None}
     for name in file:
         for value in ODD:

@@ -14,7 +14,16 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.contract import KEYS, NEEDED, lacking
 from mindspeed_dsa.features.checkpoints.hugging_face.written_config import TOKENS, config_of, notes
 from mindspeed_dsa.megatron.selections import Sharing
-from tests.features.checkpoints.hugging_face.models import KINDS, WHERE, YARN, arguments, config, job
+from tests.features.checkpoints.hugging_face.models import (
+    GROUPED,
+    KINDS,
+    LLAMA_3,
+    WHERE,
+    YARN,
+    arguments,
+    config,
+    job,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -85,6 +94,21 @@ def test_values_are_those_of_the_model(kind: str, changed: dict[str, Any], like:
     assert {**older, "rope_theta": fields["rope_theta"]} == fields["rope_parameters"]
     if kind != "deepseek_v3":
         assert fields["indexer_rope_interleave"] is (kind == "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_queries_have_every_key(kind: str, like: bool) -> None:
+    changed = {"rope_parameters": LLAMA_3} if kind == "llama" else {}
+    fields = written(kind, changed, like)
+    assert list(lacking(fields)) == []
+    assert (fields["num_key_value_heads"], fields["head_dim"]) == (2, 16)
+    assert {"kv_lora_rank", "n_group", "num_nextn_predict_layers"}.isdisjoint(fields)
+    if kind == "llama":
+        theta = fields["rope_theta"]
+        assert {**fields["rope_scaling"], "rope_theta": theta} == {**LLAMA_3, "type": "llama3"}
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        assert (fields["norm_topk_prob"], fields["mlp_only_layers"], fields["num_experts"]) == (False, [], 8)
 
 
 def skipped(found: dict[str, Any]) -> dict[str, list[bool]]:

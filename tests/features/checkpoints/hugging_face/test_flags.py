@@ -22,7 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
 )
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.versions import version_in_source
-from tests.features.checkpoints.hugging_face.models import WHERE, YARN, config
+from tests.features.checkpoints.hugging_face.models import LLAMA_3, WHERE, YARN, config
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -33,6 +33,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("deepseek_v32", {"rope_parameters": YARN}),
     "pairs": ("glm_moe_dsa", {"rope_parameters": {"rope_type": "default", "rope_theta": 8000000.0}}),
     "shared": ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 1}),
+    "biases": ("qwen2", {"tie_word_embeddings": True}),
+    "norms of heads": ("qwen3", {}),
+    "gated shared expert": ("qwen2_moe", {"decoder_sparse_step": 2}),
+    "normalised": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "llama3": ("llama", {"rope_parameters": LLAMA_3}),
+    "experts only": ("mixtral", {}),
     "pattern": ("glm_moe_dsa", {"index_topk_pattern": "FFSFSS", "n_group": 1, "topk_group": 1}),
 }
 
@@ -88,6 +94,46 @@ def test_flags_of_a_model():
         --hidden-dropout 0.0
         --attention-dropout 0.0""".replace("        ", "").splitlines()
     )
+
+
+def test_flags_of_grouped_queries():
+    lines = flags_of(config("qwen3_moe", mlp_only_layers=[1]), "0.16.1", WHERE)
+    assert sorted(lines) == sorted(
+        """--num-layers 6
+        --hidden-size 64
+        --ffn-hidden-size 128
+        --num-attention-heads 8
+        --group-query-attention
+        --num-query-groups 2
+        --kv-channels 16
+        --qk-layernorm
+        --vocab-size 1000
+        --padded-vocab-size 1024
+        --num-experts 8
+        --moe-layer-freq '([1]*1+[0]*1+[1]*4)'
+        --moe-ffn-hidden-size 32
+        --moe-router-topk 4
+        --moe-router-score-function softmax
+        --moe-router-pre-softmax
+        --moe-router-dtype fp32
+        --position-embedding-type rope
+        --rotary-base 10000
+        --max-position-embeddings 32768
+        --normalization RMSNorm
+        --norm-epsilon 1e-06
+        --swiglu
+        --disable-bias-linear
+        --untie-embeddings-and-output-weights
+        --hidden-dropout 0.0
+        --attention-dropout 0.0""".replace("        ", "").splitlines()
+    )
+    assert "--add-qkv-bias" in flags_of(config("qwen2"), "0.12.1", WHERE)
+    assert {"--use-rope-scaling", "--rope-scaling-factor 8.0"} <= {
+        *flags_of(config("llama", rope_parameters=LLAMA_3), "0.12.1", WHERE)
+    }
+    assert "--moe-shared-expert-gate" in flags_of(config("qwen2_moe"), "0.16.1", WHERE)
+    with pytest.raises(SettingsError, match=r"the shared expert has a gate.*use 0\.16 or later"):
+        flags_of(config("qwen2_moe"), "0.14.0", WHERE)
 
 
 def test_releases_have_flags_of_their_own():

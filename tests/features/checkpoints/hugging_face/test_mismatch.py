@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import adds_indexers, mismatches, remarks
-from tests.features.checkpoints.hugging_face.models import KINDS, YARN, arguments, job
+from tests.features.checkpoints.hugging_face.models import GROUPED, KINDS, LLAMA_3, YARN, arguments, job
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -30,6 +30,54 @@ def test_a_job_made_of_a_description_has_none(kind, changed, release):
     # A job that states nothing contradicts nothing.
     assert mismatches(read, job(read, release), release) == []
     assert mismatches(read, SimpleNamespace(), release) == [], "what is not said is not judged"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_a_job_of_grouped_queries_made_of_a_description_has_none(kind, release):
+    found = arguments(kind)
+    if kind == "qwen2_moe" and release == "0.12.1":
+        (lacking,) = mismatches(found, job(found, release), release)
+        assert "the shared expert has a gate" in lacking
+    else:
+        assert mismatches(found, job(found, release), release) == []
+        assert mismatches(found, SimpleNamespace(), release) == [], "what is not said is not judged"
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "mended"),
+    [
+        ("qwen3", {"num_query_groups": 4}, "num_query_groups is 4 here and 2 in the files"),
+        (
+            "qwen3",
+            {"group_query_attention": False},
+            "is 8 here and 2 in the files",
+        ),
+        ("qwen3", {"kv_channels": None}, "kv_channels is 8 here and 16 in the files: give --kv-channels 16"),
+        ("qwen3", {"qk_layernorm": False}, "give --qk-layernorm"),
+        ("qwen3", {"num_experts": 8}, "num_experts is 8 here and None in the files: omit --num-experts"),
+        ("qwen3", {"multi_latent_attention": True}, "omit --multi-latent-attention"),
+        ("qwen3", {"experimental_attention_variant": "dsa"}, "omit --experimental-attention-variant"),
+        ("qwen3", {"position_embedding_type": "none"}, "give --position-embedding-type rope"),
+        ("qwen3", {"rotary_base": 500000}, "give --rotary-base 10000"),
+        ("qwen3", {"rotary_percent": 0.5}, "give --rotary-percent 1.0"),
+        ("qwen3", {"use_rope_scaling": True}, "omit --use-rope-scaling"),
+        ("qwen3", {"mtp_num_layers": 1}, "omit --mtp-num-layers"),
+        ("qwen2", {"add_qkv_bias": False}, "add_qkv_bias is False here and True in the files"),
+        ("qwen2_moe", {"moe_shared_expert_gate": False}, "give --moe-shared-expert-gate"),
+        ("qwen2_moe", {"moe_router_pre_softmax": False}, "give --moe-router-pre-softmax"),
+        ("mixtral", {"moe_router_pre_softmax": True}, "omit --moe-router-pre-softmax"),
+        ("mixtral", {"moe_router_score_function": "sigmoid"}, "give --moe-router-score-function softmax"),
+        ("mixtral", {"moe_ffn_hidden_size": 32}, "give --moe-ffn-hidden-size 128"),
+        ("llama", {"use_rope_scaling": False}, "give --use-rope-scaling"),
+        ("llama", {"rope_scaling_factor": 32.0}, "give --rope-scaling-factor 8.0"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_difference_of_grouped_queries_is_said_with_its_flag(kind, here, mended):
+    found = arguments(kind, **({"rope_parameters": LLAMA_3} if kind == "llama" else {}))
+    (said,) = mismatches(found, job(found, "0.16.1", **here), "0.16.1")
+    assert mended in said
 
 
 @pytest.mark.parametrize(

@@ -112,5 +112,5 @@ def test_gate_comes_before_up() -> None:
     for tensors in (each.tensors for each in ARCHITECTURES):
         for parts in (*tensors.dense.values(), *tensors.shared.values(), *tensors.experts.values()):
             for first, second in pairwise(parts):
-                assert "gate_proj" in first
-                assert "up_proj" in second
+                names = [name.split(".")[-2] for name in (first, second)]
+                assert names in (["gate_proj", "up_proj"], ["w1", "w3"])

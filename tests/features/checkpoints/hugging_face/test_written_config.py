@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.written_config import config_of
 from mindspeed_dsa.patches.errors import SettingsError
-from tests.features.checkpoints.hugging_face.models import KINDS, WHERE, YARN, arguments, config, job
+from tests.features.checkpoints.hugging_face.models import (
+    GROUPED,
+    KINDS,
+    LLAMA_3,
+    WHERE,
+    YARN,
+    arguments,
+    config,
+    job,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -26,7 +35,7 @@ def read_back(written: dict[str, Any], folder: Any) -> dict[str, Any]:
     """Return the config that transformers reads from a file."""
     (folder / "config.json").write_text(json.dumps(written))
     made = transformers.AutoConfig.from_pretrained(folder)
-    assert type(made).__name__ == KINDS[written["model_type"]]
+    assert type(made).__name__ == {**KINDS, **GROUPED}[written["model_type"]]
     return dict(json.loads(made.to_json_string(use_diff=False)))
 
 
@@ -42,12 +51,20 @@ def read_back(written: dict[str, Any], folder: Any) -> dict[str, Any]:
         ("glm_moe_dsa", {"rope_parameters": {"rope_type": "default", "rope_theta": 8000000.0}}),
         ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 1, "num_nextn_predict_layers": 2}),
         ("glm_moe_dsa", {"index_topk_pattern": "FFSFSS", "rms_norm_eps": 1e-5}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 24}),
+        ("qwen2_moe", {"mlp_only_layers": [0, 3]}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("llama", {"rope_parameters": LLAMA_3, "num_key_value_heads": 8}),
+        ("mixtral", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     ],
     ids=str,
 )
 def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
-    read = arguments(kind, **changed)
-    tokens = {"bos_token_id": 0, "eos_token_id": 1}
+    if kind == "qwen2_moe" and release == "0.12.1":
+        pytest.skip("this release has no gate of a shared expert")
+    read, begun_with = arguments(kind, **changed), config(kind, **changed)
+    tokens = {name: begun_with[name] for name in ("bos_token_id", "eos_token_id")}
     written = config_of(job(read, release), release, WHO, vocabulary=1000, tokens=tokens)
     again = arguments_of(written, WHERE)
     # 0.12.1 has one argument for both context lengths, so the longest context is lost.
@@ -55,7 +72,6 @@ def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
         again.pop("max_position_embeddings"), read.pop("max_position_embeddings")
     assert again == read
     theirs = read_back(written, tmp_path)
-    begun_with = config(kind, **changed)
     # Every field of the first file has to come back.
     same = {name: value for name, value in begun_with.items() if name not in _SAID_BY_NOBODY}
     same.pop("index_topk_pattern", None)
@@ -64,7 +80,8 @@ def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
     assert {name: theirs.get(name) for name in same} == same
     rope = {name: theirs["rope_parameters"][name] for name in begun_with["rope_parameters"]}
     assert rope == begun_with["rope_parameters"]
-    assert theirs["architectures"] == [f"{KINDS[kind].removesuffix('Config')}ForCausalLM"]
+    family = {**KINDS, **GROUPED}[kind].removesuffix("Config")
+    assert theirs["architectures"] == [f"{family}ForCausalLM"]
     assert theirs["dtype"] == "bfloat16"
 
 
@@ -171,7 +188,7 @@ _BARE = {
         ("deepseek_v3", {"swiglu": False}, "give --swiglu"),
         ("deepseek_v3", {"add_bias_linear": True}, "give --disable-bias-linear"),
         ("deepseek_v3", {"normalization": "LayerNorm"}, "give --normalization RMSNorm"),
-        ("deepseek_v3", {"multi_latent_attention": False}, "give --multi-latent-attention"),
+        ("deepseek_v3", {"multi_latent_attention": False}, "as qwen3_moe would be another"),
         ("deepseek_v3", {"qk_layernorm": False}, "give --qk-layernorm"),
         ("deepseek_v3", {"add_qkv_bias": True}, "omit --add-qkv-bias"),
         ("deepseek_v3", {"moe_router_group_topk": 1}, "num_experts_per_tok // topk_group = 4"),

@@ -96,6 +96,7 @@ DEEPSEEK_V3 = Architecture(
     },
     # Some loaders take head_dim for qk_rope_head_dim.
     sums={"qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"), "head_dim": ("qk_rope_head_dim",)},
+    nullable=("q_lora_rank",),
     counts=("first_k_dense_replace", "n_shared_experts", PREDICTIONS),
     defaults={
         "n_group": 8,
@@ -114,6 +115,7 @@ DEEPSEEK_V3 = Architecture(
         "mlp_bias": (False,),
         "moe_layer_freq": (1,),
     },
+    ropes=("default", "yarn"),
     arguments={
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -132,7 +134,11 @@ DEEPSEEK_V32 = replace(
     class_name="DeepseekV32ForCausalLM",
     defaults={**DEEPSEEK_V3.defaults, "max_position_embeddings": 163840},
     lists=("mlp_layer_types",),
-    marks={"experimental_attention_variant": True, "dsa_indexer_rope_interleaved": False},
+    marks={
+        **DEEPSEEK_V3.marks,
+        "experimental_attention_variant": True,
+        "dsa_indexer_rope_interleaved": False,
+    },
     mindspeed_llm="deepseek32",
 )
 GLM_MOE_DSA = replace(

@@ -10,12 +10,37 @@ from mindspeed_dsa.features.checkpoints.hugging_face.architectures.deepseek impo
     DEEPSEEK_V32,
     GLM_MOE_DSA,
 )
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.llama import LLAMA, MIXTRAL
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL, Architecture
 from mindspeed_dsa.patches.errors import SettingsError
 
-ARCHITECTURES = (DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA)
+ARCHITECTURES = (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
+    QWEN3_MOE,
+    QWEN3,
+    QWEN2_MOE,
+    QWEN2,
+    MIXTRAL,
+    LLAMA,
+)
 BY_TYPE = {name: architecture for architecture in ARCHITECTURES for name in architecture.types}
 """Dict from ``model_type`` to the architecture."""
+_TELLING = ("multi_latent_attention", "qk_layernorm", "add_qkv_bias")
+"""Megatron's switches that tell architectures apart."""
+_OF_OTHERS = {
+    "hc_mult": "hyper-connections",
+    "linear_conv_kernel_dim": "linear attention",
+    "swiglu_limit": "limited activations",
+}
+"""Dict from keys of close architectures to the parts of their layers that no known architecture has."""
 LAYER_TENSORS = frozenset(name for each in ARCHITECTURES for name in each.tensors.layer)
 PREDICTION_TENSORS = frozenset(name for each in ARCHITECTURES for name in each.tensors.prediction)
 MODEL_TENSORS = frozenset(MODEL)
@@ -30,9 +55,10 @@ def find(config: Mapping[str, Any], where: str) -> Architecture:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
+        of_others = next((f", with {part} ({key})" for key, part in _OF_OTHERS.items() if key in config), "")
         raise SettingsError(
-            f"{where} is the configuration of model_type {kind!r}; what can be read is {', '.join(BY_TYPE)}; "
-            "other models are given by Megatron's flags"
+            f"{where} is the configuration of model_type {kind!r}{of_others}; what can be read is "
+            f"{', '.join(BY_TYPE)}; other models are given by Megatron's flags"
         )
     return BY_TYPE[kind]
 
@@ -45,10 +71,11 @@ def of_class(config: Mapping[str, Any]) -> Architecture | None:
 
 
 def of_job(args: Any) -> Architecture:
-    """Return the architecture that a job trains: of its marks in the table, most are the job's."""
+    """Return the architecture that a job trains: the one with most of its arguments."""
 
     def matching(architecture: Architecture) -> float:
-        marks = architecture.marks.items()
-        return sum(bool(getattr(args, name, None)) == value for name, value in marks) / len(marks)
+        marks = {name: bool(architecture.arguments.get(name)) for name in _TELLING}
+        marks |= {"num_experts": "num_experts" in architecture.sizes, **architecture.marks}
+        return sum(bool(getattr(args, name, None)) == mark for name, mark in marks.items()) / len(marks)
 
     return max(ARCHITECTURES, key=matching)

@@ -143,15 +143,18 @@ class Architecture:
         class_name: class of transformers, for ``architectures``.
         tensors: names of weights.
         sizes: dict from Megatron's argument to the key with its value, a positive number.
-        counts: keys with a number that may be 0 or absent.
-        lists: keys with a word for each layer.
         sums: dict from key to the keys whose sum it is.
         defaults: values of transformers' class for keys that a file may leave out.
         only: dict from key to the values that Megatron can compute; the first one is the class's default, and
             is written.
+        ropes: kinds of rotary embeddings that Megatron can compute.
         arguments: Megatron's arguments that are the same for every model, beyond :data:`COMMON`.
         marks: dict from Megatron's argument to whether a job of this architecture sets it, for arguments that
-            tell architectures apart.
+            tell architectures of DSA apart.
+        nullable: keys of sizes that may be null.
+        counts: keys with a number that may be 0 or absent.
+        lists: keys with a word for each layer.
+        aliases: dict from key to another name of it in files.
         indexer: model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer; empty: none.
         shapes: dict from a weight's name, without ``model.layers.N.``, to its dimensions: keys, sums of keys
             and products of both, such as ``a * (b + c)``.
@@ -164,18 +167,25 @@ class Architecture:
     sizes: Mapping[str, str]
     defaults: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
+    ropes: tuple[str, ...]
     arguments: Mapping[str, Any]
-    marks: Mapping[str, bool]
+    marks: Mapping[str, bool] = field(default_factory=dict)
+    nullable: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     indexer: str = ""
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mindspeed_llm: str = ""
 
     def said(self, config: Mapping[str, Any], name: str) -> Any:
         """Return a value of the file, or transformers' default if the file has none."""
-        value = config.get(name)
+        value = config.get(name, config.get(self.aliases.get(name, name)))
         if value is None:
-            return self.only[name][0] if name in self.only else self.defaults[name]
+            return self.only[name][0] if name in self.only else self.defaults.get(name)
         return value
+
+    def has(self, config: Mapping[str, Any], name: str) -> bool:
+        """Return whether a file says a size, or may leave it out."""
+        return not {name, self.aliases.get(name)}.isdisjoint(config) or name in self.defaults

@@ -1,0 +1,71 @@
+"""Architectures without latent attention: losses and files are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.weights import families
+from tests.tools.weights.models import FILE, done, same, tensors_of
+
+pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
+
+TRAIN = "tests.tools.weights.families:train"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "TP2+SP": {"tp": 2},
+    "PP2 x VPP2": {"pp": 2, "vpp": 2},
+    "EP2": {"ep": 2},
+    "EP2, grouped": {"ep": 2, "grouped": True},
+    "CP2": {"cp": 2},
+}
+DENSE = ("qwen2", "qwen3", "llama")
+CASES = [
+    pytest.param(kind, layout, marks=[] if layout == "one process" else pytest.mark.full)
+    for kind in families.MODELS
+    for layout in LAYOUTS
+    if not (kind in DENSE and layout.startswith("EP"))
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_losses_are_those_of_transformers(pool: Any, tmp_path: Path, kind: str, layout: str) -> None:
+    """In training, and of the model that is exported afterwards."""
+    model, checkpoints = families.write(kind, tmp_path / "model"), tmp_path / "checkpoints"
+    done(
+        "import", tmp_path / "model", checkpoints, "--dtype", "float32", "--",
+        "--make-vocab-size-divisible-by", 1,
+    )  # fmt: skip
+    sizes = LAYOUTS[layout]
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("ep", 1)
+    results = pool.run(
+        TRAIN, ranks, files=str(tmp_path / "model"), checkpoint=str(checkpoints / "release"),
+        saved=str(tmp_path / "trained"), **sizes,
+    )  # fmt: skip
+    expected = families.losses_of(model)
+    assert expected[0] - expected[-1] > 0.05
+    for losses, differing in results:
+        assert differing == []
+        assert losses == pytest.approx(expected if losses else [], rel=1e-5)
+    assert any(losses for losses, _ in results)
+
+    done("export", tmp_path / "trained", tmp_path / "out", "--dtype", "float32")
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert float(families.loss_of(loaded)) == pytest.approx(expected[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", families.MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str) -> None:
+    model = families.write(kind, tmp_path / "model").to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "model")
+    done("import", tmp_path / "model", tmp_path / "checkpoints", "--dtype", dtype)
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", dtype, "--like", tmp_path / "model")
+    assert (tmp_path / "out" / FILE).read_bytes() == (tmp_path / "model" / FILE).read_bytes()
+    done("export", tmp_path / "checkpoints", tmp_path / "alone", "--dtype", dtype)
+    assert same(tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "model"))
