@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_dsa.features.checkpoints.hugging_face import config
 from mindspeed_dsa.features.checkpoints.hugging_face import flags as hugging_face
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_class
+from mindspeed_dsa.features.checkpoints.hugging_face.rotary import LLAMA_3
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Job
 
@@ -161,7 +162,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000,
-        "rope_scaling": {"rope_type": "llama3", **config.LLAMA_3},
+        "rope_scaling": {"rope_type": "llama3", **LLAMA_3},
     },
     "mixtral-8x7b": {
         "model_type": "mixtral",

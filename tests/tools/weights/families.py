@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa import log
-from mindspeed_dsa.features.checkpoints.hugging_face import config, loading
+from mindspeed_dsa.features.checkpoints.hugging_face import config, loading, rotary
 from tests.matrix.hugging_face import poison
 from tests.support import model as job
 
@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 200000.0, **config.LLAMA_3}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 200000.0, **rotary.LLAMA_3}
 """Llama 3's rotary embeddings. Wavelengths of a head of 8 are 6, 133, 2,810 and 59,424, in all ranges."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of, yarn_scale
+from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.rotary import yarn_scale
 from mindspeed_dsa.megatron.dsa import rotates_first
 from mindspeed_dsa.patches.errors import SettingsError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_job
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import PREDICTIONS, Architecture
-from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, LLAMA_3, arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.contract import lacking
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     MISSING,
@@ -27,6 +27,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     value_of,
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import mismatches
+from mindspeed_dsa.features.checkpoints.hugging_face.rotary import LLAMA_3
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError

@@ -14,10 +14,9 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import (
     arguments_of,
     read_config,
     read_model,
-    rotary_of,
     sizes_of,
-    yarn_scale,
 )
+from mindspeed_dsa.features.checkpoints.hugging_face.rotary import rotary_of, yarn_scale
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.features.checkpoints.hugging_face.models import (
