@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.tools.weights import families
-from tests.tools.weights.models import FILE, done, same, tensors_of
+from tests.tools.weights.models import FILE, done, same, tensors_of, weights
 
 pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
 
@@ -57,6 +58,30 @@ def test_losses_are_those_of_transformers(pool: Any, tmp_path: Path, kind: str, 
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         assert float(families.loss_of(loaded)) == pytest.approx(expected[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "said"),
+    [
+        (
+            "qwen3",
+            {"num_key_value_heads": 4},
+            "k_proj.weight is [16, 32], and in config.json",
+        ),
+        ("llama", {"head_dim": 4}, "in config.json num_key_value_heads * head_dim make 8"),
+        ("qwen3_moe", {"moe_intermediate_size": 8}, "in config.json moe_intermediate_size is 8"),
+        ("mixtral", {"num_local_experts": 8}, "in config.json num_local_experts is 8"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(
+    tmp_path: Path, kind: str, changed: dict[str, int], said: str
+) -> None:
+    families.write(kind, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    status, text = weights("import", tmp_path / "model", tmp_path / "checkpoints")
+    assert status == 2
+    assert said in text
 
 
 @pytest.mark.parametrize("kind", families.MODELS)

@@ -358,6 +358,8 @@ def _kept(like: Reader, name: str) -> Piece:
     dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     data = torch.empty(shape, dtype=dtype, device="meta")
     return Piece(Place("", -1, -1, name), "", shape, (0,) * len(shape), shape, 0, data)
+
+
 def _whole(pieces: Sequence[Piece]) -> Tensor:
     """Return a Hugging Face tensor on the meta device."""
     return torch.cat([piece.data for piece in pieces])

@@ -6,6 +6,7 @@ from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
     NORMS,
+    SHAPES,
     SIZES,
     Architecture,
     Parts,
@@ -20,6 +21,12 @@ ATTENTION: Parts = {
 }
 GROUPED_SIZES = {**SIZES, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
 EXPERT_SIZES = {"moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "num_experts_per_tok"}
+GROUPED_SHAPES = {
+    **SHAPES,
+    "self_attn.q_proj.weight": ("num_attention_heads * head_dim", "hidden_size"),
+    **{f"self_attn.{name}_proj.weight": ("num_key_value_heads * head_dim", "hidden_size") for name in "kv"},
+    "self_attn.o_proj.weight": ("hidden_size", "num_attention_heads * head_dim"),
+}
 COMPUTED = ("num_key_value_heads", "head_dim")
 """Sizes that may be null: as many heads of keys as of queries, and the hidden size divided by heads."""
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "head_dim": None}
@@ -48,6 +55,7 @@ LLAMA = Architecture(
     only={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
     ropes=ROPES,
     arguments=DENSE,
+    shapes=GROUPED_SHAPES,
     mindspeed_llm="llama2",
 )
 MIXTRAL = Architecture(
@@ -75,5 +83,10 @@ MIXTRAL = Architecture(
     only={"hidden_act": ("silu", "swish"), "norm_topk_prob": (True,)},
     ropes=ROPES,
     arguments=EXPERTS,
+    shapes={
+        **GROUPED_SHAPES,
+        "block_sparse_moe.gate.weight": ("num_local_experts", "hidden_size"),
+        "block_sparse_moe.experts.{expert}.w1.weight": ("intermediate_size", "hidden_size"),
+    },
     mindspeed_llm="mixtral",
 )

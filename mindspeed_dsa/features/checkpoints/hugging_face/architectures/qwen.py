@@ -11,6 +11,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.architectures.llama import 
     DENSE,
     EXPERT_SIZES,
     EXPERTS,
+    GROUPED_SHAPES,
     GROUPED_SIZES,
     ROPES,
 )
@@ -19,6 +20,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import 
     Parts,
     Tensors,
     mlp,
+    mlp_shapes,
 )
 
 _BIASES: Parts = {
@@ -34,6 +36,12 @@ _HEAD_NORMS: Parts = {
 }
 _ROUTED: Parts = {"mlp.router.weight": ("mlp.gate.weight",)}
 _EXPERTS = mlp("mlp.experts.experts", "mlp.experts.{expert}")
+_SHAPES = {
+    **GROUPED_SHAPES,
+    "mlp.gate.weight": ("num_experts", "hidden_size"),
+    **mlp_shapes("mlp.experts.{expert}", "moe_intermediate_size"),
+    **mlp_shapes("mlp.shared_expert", "shared_expert_intermediate_size"),
+}
 QWEN2 = Architecture(
     types=("qwen2",),
     class_name="Qwen2ForCausalLM",
@@ -44,6 +52,7 @@ QWEN2 = Architecture(
     only={"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)},
     ropes=ROPES,
     arguments={**DENSE, "add_qkv_bias": True},
+    shapes=_SHAPES,
     mindspeed_llm="qwen25",
 )
 QWEN3 = replace(
