@@ -71,7 +71,7 @@ class ShapeClass:
 
     @property
     def place(self) -> torch.device:
-        """Return the device."""
+        """Return the shape class's device as a ``torch.device``."""
         return torch.device(self.device) if self.index is None else torch.device(self.device, self.index)
 
     def __getitem__(self, name: str) -> int:

@@ -31,7 +31,7 @@ _TIMES = struct.Struct("<Qdd")
 """Call number from 1, start and end in seconds since the epoch; the end is 0 until the call returns."""
 _TEXT = _SLOT - _TIMES.size - _ERROR
 _ANSWERS_WITHIN_S = 10.0
-"""Maximum time between the answers of ranks. They answer within seconds; more is another machine's clock."""
+"""Tolerance for times of ranks' answers to one request: a few seconds, plus clock skew between machines."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 

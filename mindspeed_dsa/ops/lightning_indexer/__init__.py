@@ -137,7 +137,7 @@ def selected_scores(
     key_receiver: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the scores of :func:`lightning_indexer` at given entries.
+    """Return the index scores, as in :func:`lightning_indexer`, of the keys in ``topk_indices``.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``.

@@ -1,7 +1,7 @@
 """Lightning Indexer in plain PyTorch on any device, in slabs of rows of bounded size.
 
-`auto` takes this backend on GPUs that the Triton kernels do not support. On NPUs it computes the scores at
-given entries, and the gradients that torch_npu's operators do not compute.
+`auto` takes this backend on GPUs that the Triton kernels do not support. On NPUs it computes the scores of
+already selected keys, and the gradients that torch_npu's operators do not support.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def select_by(
 
 
 def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
-    """Return the scores at given entries, ``[batch, query_length, topk]`` fp32, -inf without a key."""
+    """Return ``[batch, query_length, topk]`` scores of the keys in ``topk_indices``, -inf without a key."""
     query, weights = call.query, call.weights
     heads, dtype = query.shape[2], wide(query.dtype)
     out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)  # [batch, query_length, topk]

@@ -217,7 +217,7 @@ def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk
 
 
 def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
-    """Return the scores at given entries: ``[batch, query_length, topk]``."""
+    """Return the scores of the keys in ``topk_indices``: ``[batch, query_length, topk]``."""
     query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)  # [batch, query_length, topk]

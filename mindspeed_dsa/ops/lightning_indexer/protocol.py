@@ -20,7 +20,8 @@ class IndexerCall(Call):
         key: ``[batch, key_length, head_dim]``, in the dtype of the query.
         weights: ``[batch, query_length, heads]``, in any floating dtype.
         use_relu: whether the product of each head is clamped at zero.
-        plan: result of the backend's ``plan_call``; None if the call only scores given entries.
+        plan: result of the backend's ``plan_call``; None in calls of ``selected_scores`` and ``scores_at``
+            without a selection.
     """
 
     query: Tensor
@@ -44,7 +45,7 @@ class AutogradIndexer(_Indexer, Protocol):
         """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
 
     def selected_scores(self, call: IndexerCall, topk_indices: Tensor, /) -> Tensor:
-        """Return the scores at given entries, ``[batch, query_length, topk]``, -inf where there is no key."""
+        """Return the scores of the keys in ``topk_indices``, in its shape, -inf where there is no key."""
 
 
 class GradientIndexer(_Indexer, Protocol):
@@ -56,7 +57,7 @@ class GradientIndexer(_Indexer, Protocol):
         """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
 
     def scores_at(self, call: IndexerCall, topk_indices: Tensor, /) -> Tensor:
-        """Return the scores at given entries, ``[batch, query_length, topk]``, -inf where there is no key."""
+        """Return the scores of the keys in ``topk_indices``, in its shape, -inf where there is no key."""
 
     def score_gradients(
         self, call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor, /

@@ -64,7 +64,7 @@ def best_keys(scores: Tensor, topk: int, ranges: Ranges) -> Tensor:
 
 
 def selected_scores(call: IndexerCall, topk_indices: Tensor) -> Tensor:
-    """Return the scores at given entries, ``[batch, query_length, topk]``."""
+    """Return the scores of the keys in ``topk_indices``, ``[batch, query_length, topk]``."""
     return _gather(all_scores(call), topk_indices)
 
 

@@ -234,7 +234,7 @@ def score_slab(
 
 
 def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
-    """Return the scores at given entries: ``[batch, query_length, topk]`` fp32."""
+    """Return the scores of the keys in ``topk_indices``: ``[batch, query_length, topk]`` fp32."""
     query, key, topk_indices = dense_rows(call.query), dense_rows(call.key), packed_indices(topk_indices)
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
     scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)  # [batch, rows, topk]

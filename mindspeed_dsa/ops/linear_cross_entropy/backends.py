@@ -98,7 +98,7 @@ class LinearCrossEntropy(Backend):
 
     @abstractmethod
     def losses(self, call: LossCall) -> Losses:
-        """Return the losses."""
+        """Return the losses and the largest logits of all tokens."""
 
 
 class Reference(LinearCrossEntropy):
@@ -201,7 +201,7 @@ class Chunked(LinearCrossEntropy):
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the results of one chunk of tokens, and update the gradients."""
+        """Return the losses and maxima for one chunk of tokens, and update the gradients."""
         logits = room.product("logits", call.hidden[part], call.weight.t())  # [chunk tokens, vocabulary]
         wants_gradient = grad_hidden is not None or grad_weight is not None
         results = [
@@ -253,9 +253,9 @@ class Chunked(LinearCrossEntropy):
         Args:
             call: arguments of the loss, or of a selection of its tokens.
             sums: ``largest`` and ``log_sum``, ``[tokens]`` each, of these tokens.
-            factors: ``[tokens]``, factors of the gradients of the losses.
-            grad_hidden: ``[tokens, hidden]``, uninitialized output or None: the gradient, if ``factors``
-                include ``logit_scale``.
+            factors: ``[tokens]``, gradients of the token losses, multiplied with ``logit_scale`` by the
+                caller.
+            grad_hidden: ``[tokens, hidden]``, uninitialized output for the gradient, or None.
             grad_weight: ``[vocabulary, hidden]``, accumulator to which the weight gradient is added, or None.
         """
         room = _Room()
@@ -280,7 +280,7 @@ class Chunked(LinearCrossEntropy):
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        """Compute a chunk's gradients from those of its logits, which are scaled by :func:`raised`.
+        """Compute a chunk's gradients from its logit gradients, which are scaled by :func:`raised`.
 
         ``factors`` apply to the weight's gradient only.
         """

@@ -4,8 +4,8 @@ The operators support two layouts, both with a causal mask aligned to the last q
 (``sparse_mode=3``):
 
 * BSND, ``[batch, length, heads, dim]``: row ``t`` of ``S1`` sees keys ``0 .. t + S2 - S1`` of ``S2``.
-* TND, ``[tokens, heads, dim]`` with prefix sums of the sequence lengths: the same within each sequence, with
-  key indices counted from the start of the sequence.
+* TND, ``[tokens, heads, dim]`` with prefix sums of the sequence lengths: the same mask within each sequence,
+  with key indices counted from the start of the sequence.
 
 An operator reads ``min(topk, visible keys)`` entries of a row of indices, without checking them for -1. A row
 that lists fewer keys would be computed from arbitrary memory, so such calls are declined.

@@ -1,11 +1,11 @@
 """Gradients of keys and scores of sparse flash attention on Hopper, in Gluon.
 
-It computes the same as ``backward_keys_kernel``, with the same tiles. In addition, a tile may belong to
-several rows: for the gradient of its keys they are one row with a multiple of the heads. One warp group
-copies the keys of the next tile, and queries and output gradients of the next heads. Two warp groups
-multiply: each computes half of a tile's scores and owns half of the columns of the keys' gradient. Programs
-are persistent and take tile after tile, so that the next tile is copied while the gradient of this one is
-added to memory.
+The kernel computes the same as ``backward_keys_kernel``, with the same tiles. In addition, several rows may
+share a tile. For the gradient of its keys, these rows are treated as one row with two or four times the
+heads. One warp group copies the keys of the next tile, and queries and output gradients of the next heads.
+Two warp groups multiply: each computes half of a tile's scores and owns half of the columns of the keys'
+gradient. Programs are persistent and take tile after tile, so that the next tile is copied while the gradient
+of this one is added to memory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Forward of sparse flash attention on Hopper, in Gluon, with warp-specialized gather and products.
 
 A program attends to one row's keys for 64 heads. One warp group gathers keys, 64 at a time, alternately into
-two buffers. Two warp groups multiply: group g computes the scores of every second tile of keys, those in
-buffer g. For all tiles, it computes the columns of half g of the output. The probabilities of a tile reach
-the other group through shared memory. While one group normalizes, the other group's products run. Each half
-of a buffer is refilled as soon as the group that owns its columns has read it.
+two buffers. Two warp groups multiply. Group g (0 or 1) computes the scores for the tiles in buffer g, which
+are every second tile. For all tiles, it computes half g of the output's columns, and gets the other group's
+probabilities through shared memory. While one group normalizes, the other group's products run. Each half of
+a buffer is refilled as soon as the group that owns its columns has read it.
 
-A tile's probabilities overwrite the tails of its keys: both are 64 x 64 numbers, and no product needs the
-tails once the probabilities exist. The groups pass the row maxima on in the order of the tiles, so that all
-probabilities of a row are relative to the running maximum, as in the plain kernel.
+A tile's probabilities overwrite the rotary columns of its keys: both are 64 x 64 numbers, and no product
+needs these columns once the probabilities exist. The groups pass the row maxima on in the order of the tiles,
+so that all probabilities of a row are relative to the running maximum, as in the plain kernel.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class SwiGLU(Backend):
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Return the result ``[..., ffn]``, differentiable."""
+        """Return ``silu(gate) * up * scale``, ``[..., ffn]``, differentiable."""
 
 
 class Reference(SwiGLU):

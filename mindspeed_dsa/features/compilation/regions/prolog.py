@@ -184,7 +184,7 @@ class _Layer:
 
 
 def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) -> Any:
-    """Return the results of ``get_query_key_value_tensors``, or None if the layer is not supported."""
+    """Run the compiled prolog of unabsorbed attention; return None if the layer is not supported."""
     if not regions.usable(hidden):
         return None
     layer = _Layer(module, megatron)

@@ -101,7 +101,7 @@ def _is_given(settings: Any, name: str) -> bool:
 
 
 def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
-    """Yield conflicts in a job's arguments."""
+    """Yield arguments that conflict with ``--use-torch-fsdp2``."""
     if not argument(args, "use_torch_fsdp2"):
         for name in _OWN:
             if _is_given(args, name):

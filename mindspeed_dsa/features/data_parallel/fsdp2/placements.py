@@ -131,7 +131,7 @@ def _expert_mesh(dense: DeviceMesh, context: Context[Options]) -> DeviceMesh | N
     """Return the mesh of ranks with the same experts; ``None`` if each copy belongs to one rank.
 
     With ``--fsdp2-sharding-size``, a copy of the dense weights is sharded over neighbouring ranks with fast
-    links. Experts are then sharded over those of these ranks that have the same experts.
+    links. Experts are then sharded over the ranks within such a group that have the same experts.
     """
     group = context.megatron("core.parallel_state").get_expert_data_parallel_group()
     size = group.size()

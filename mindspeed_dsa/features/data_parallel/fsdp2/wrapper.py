@@ -239,7 +239,8 @@ def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:
 
     Args:
         tensor: parameter or gradient.
-        data_parallel_group: group of the previous tensors, which is the same; ``None`` for the first one.
+        data_parallel_group: group found for previous tensors, returned if ``tensor`` is not sharded; ``None``
+            at first.
     """
     if not isinstance(tensor, DTensor):
         return data_parallel_group

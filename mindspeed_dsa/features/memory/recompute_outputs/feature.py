@@ -50,7 +50,7 @@ class ActivationOptions(LayerOptions):
 
 
 def check_activation(args: Any, options: ActivationOptions) -> Iterator[str]:
-    """Yield conflicts in the arguments or in a model configuration."""
+    """Yield arguments or model settings that conflict with ``--recompute-activation-function``."""
     yield from check_layers(args, options, _ACTIVATION)
     yield from _check_recompute(args, _ACTIVATION)
     yield from _check_own_module(args, _ACTIVATION, "moe_act")
@@ -123,7 +123,7 @@ class NormOptions(LayerOptions):
 
 
 def check_norm(args: Any, options: NormOptions) -> Iterator[str]:
-    """Yield conflicts in the arguments or in a model configuration."""
+    """Yield arguments or model settings that conflict with ``--recompute-norm``."""
     yield from check_layers(args, options, _NORM)
     yield from _check_recompute(args, _NORM)
     yield from _check_own_module(args, _NORM, "layernorm")

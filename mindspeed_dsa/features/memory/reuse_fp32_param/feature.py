@@ -46,7 +46,7 @@ _OPTIMIZERS = ("adam", "sgd")
 
 
 def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield conflicts in the arguments or in an optimizer configuration."""
+    """Yield arguments or optimizer settings that conflict with ``--reuse-fp32-param``."""
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_weight_shards(args, _FLAG)
     # A namespace without `bf16` does not come from Megatron.

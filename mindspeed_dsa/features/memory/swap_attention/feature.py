@@ -78,7 +78,7 @@ _FLAG = "--swap-attention"
 
 
 def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
-    """Yield conflicts in the arguments or in a model configuration."""
+    """Yield arguments or model settings that conflict with ``--swap-attention``."""
     yield from check_layers(args, options, _FLAG)
     yield from check_has_effect(
         options.switched_on,

@@ -64,7 +64,7 @@ _REFUSED: tuple[Row, ...] = (
 
 
 def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
-    """Yield conflicts in the arguments or in an optimizer configuration."""
+    """Yield arguments or optimizer settings that conflict with ``--swap-optimizer``."""
     yield from check_moved_adam(args, _FLAG)
     yield from check_arguments(args, _FLAG, _REFUSED)
     if options.times is not None and options.times < 1:

@@ -69,7 +69,7 @@ def gibibytes(word: str | float) -> float:
 
 
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
-    """Yield conflicts in the arguments or in an optimizer configuration."""
+    """Yield arguments or optimizer settings that conflict with ``--virtual-optimizer``."""
     yield from check_moved_adam(args, "--virtual-optimizer")
     yield from check_quotas(args, options)
 

@@ -37,7 +37,7 @@ def check_arguments(args: Any, options: Any = None) -> Iterator[str]:
 
 
 def check_norm_weights(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield problems with arguments, or with the configuration of a model or optimizer."""
+    """Yield arguments or model and optimizer settings that conflict with ``--init-norm-weight-in-fp32``."""
     # Without the attribute bf16 this is not Megatron's namespace, so its absence says nothing.
     if hasattr(args, "bf16") and not (args.bf16 or argument(args, "fp16")):
         yield f"{FLAG} has no effect where all weights are fp32; add --bf16, or omit it"

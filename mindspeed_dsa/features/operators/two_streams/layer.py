@@ -37,7 +37,7 @@ def say_how_many(context: Context[Options]) -> None:
 def project_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_query_key_value_tensors`` to run the indexer's projections on the second stream.
 
-    The method is that of ``MLASelfAttention``, or since 0.19 of its absorbed form. Layers that reuse another
+    ``MLASelfAttention`` has this method, and since 0.19 its absorbed form too. Layers that reuse another
     layer's selection have no indexer. The current stream waits for the projections after attention's own
     projections, so no work remains on the second stream even if the indexer is not called.
     """

@@ -116,7 +116,7 @@ NORM_ROWS = (
         params=("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),
     ),
 )
-"""Feature that computes gradient norms on the device; Megatron waits for the norm of each parameter."""
+"""Patch that computes gradient norms on the device; Megatron waits for the norm of each parameter."""
 
 
 # -- gradient accumulation fusion -----------------------------------------------------------------
