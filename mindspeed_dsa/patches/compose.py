@@ -1,7 +1,7 @@
 """Composition of an original function and its patches into one plain function.
 
-A plain function is used instead of a proxy. ``torch.compile`` silently runs the original of a wrapt
-``FunctionWrapper``, and proxies break ``deepcopy``, pickle and ``torch.save``. The overhead is one closure
+A plain function is used instead of a proxy, because ``torch.compile`` silently runs the original of a wrapt
+``FunctionWrapper``, and proxies break ``deepcopy``, pickle and ``torch.save``. The overhead is one function
 call.
 """
 
@@ -44,7 +44,7 @@ def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
 
 
 def identity(decorate: Any, context: Any) -> Any:
-    """Return the part of the context that the decorator reads. Equal parts mean the same wrapper."""
+    """Return a key of the wrapper that the decorator would build: the part of the context that it reads."""
     if not _takes_context(decorate):
         return None
     part = getattr(decorate, "_depends_on", None)
@@ -138,7 +138,7 @@ def compose(
 
 
 def clone(function: Any, what: str) -> FunctionType:
-    """Copy the function object, so that renaming the copy leaves the implementation unchanged."""
+    """Return a copy of the function object, whose name and attributes can be changed."""
     if type(function) is not FunctionType:
         raise PatchDeclarationError(
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
@@ -205,7 +205,7 @@ def _in_descriptor(raw: Any, function: FunctionType) -> Any:
 
 
 def parts(composed: Any, original: Any) -> Iterator[Any]:
-    """Yield every object through which a composed patch holds ``original``, except the original itself."""
+    """Yield the objects of a composed patch (wrappers, closures) through which it holds ``original``."""
     # These are the descriptor, the decorators' functions and their closures, and the containers and
     # instances of the implementation's own classes in those closures. Module-level functions are no part of
     # the patch.

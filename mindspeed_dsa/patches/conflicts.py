@@ -1,4 +1,4 @@
-"""Combination of the patches of one target, and detection of conflicting patches."""
+"""Grouping of patches by target, and detection of patches that conflict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Claim
 
 
 def group(claims: Iterable[Claim]) -> list[Site]:
-    """Group claims into one site per target, with wrappers last and the innermost wrapper first."""
+    """Group claims into one site per target. Replacements come first, then wrappers from inside out."""
     sites: dict[tuple[str, Any], list[Claim]] = {}
     for claim in claims:
         sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
@@ -22,7 +22,7 @@ def group(claims: Iterable[Claim]) -> list[Site]:
 
 
 def contradictions(site: Site) -> str:
-    """Describe claims of one site that exclude each other, or return an empty string."""
+    """Describe a conflict between claims of one site, such as two replacements; empty if none."""
     deciding = [claim for claim in site.claims if claim.patch.kind != "wrap"]
     if not deciding:
         return ""
@@ -43,12 +43,12 @@ def contradictions(site: Site) -> str:
 
 
 def _decision(claim: Claim) -> Any:
-    """Return the key of the object to install. Factories give a different object for a different context."""
+    """Return a key that is equal for claims that install the same object; for factories, per context."""
     return claim.patch.kind, claim.patch.impl, id(claim.context) if claim.patch.factory else None
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:
-    """Return the keys under which a target may be patched only once, even under another name."""
+    """Return the keys that identify a patched object, to detect a second patch under another name."""
     # The keys contain ids, which stay valid because the site keeps the objects alive.
     claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
     moved = site.moved()

@@ -35,14 +35,14 @@ def is_change(note: str) -> bool:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """Facts that the source states about one target.
+    """Properties of one patch target, as found in source code.
 
     Attributes:
         exists: whether the target exists; ``None`` if the source cannot tell (inherited from code that is not
             available, or computed at import).
         reason: explanation why it does not exist, or why that is unknown.
-        params: parameter names, for a class those that its constructor takes. Several alternative definitions
-            contribute all their names. ``None`` if unknown, or if another package defines the target.
+        params: parameter names (for a class, of its constructor), merged over alternative definitions.
+            ``None`` if unknown, or if another package defines the target.
         has_var_keyword: whether it takes ``**kwargs``.
         fingerprint: hash over all alternative definitions, see :func:`fingerprint`; empty if another package
             defines the target.
@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def fatal(self) -> bool:
-        """Return whether the patch cannot be applied."""
+        """Return whether the finding means that the patch cannot be applied."""
         return self.state in FATAL
 
 
@@ -94,11 +94,12 @@ def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
 class Checker:
     """Checks patches against one source tree.
 
-    tree: source tree.
-    version: release of the target package, if known.
-    known: fingerprints of the targets in known releases.
-    root: package that replaces ``original_root`` in this tree.
-    original_root: package name in targets and records.
+    Attributes:
+        tree: source tree.
+        version: release of the target package, if known.
+        known: fingerprints of the targets in known releases.
+        root: package that replaces ``original_root`` in this tree.
+        original_root: package name in targets and records.
     """
 
     tree: SourceTree
@@ -152,7 +153,7 @@ class Checker:
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def without_target(self, patch: Patch) -> list[str]:
-        """Return messages about a target that is missing or has other parameters in a package that exists."""
+        """Return messages if the target is missing or lacks parameters, although its package exists."""
         # Wheels up to 0.16 do not contain megatron.training; patches of it are skipped there.
         # `megatron.training` for megatron.training.arguments: some wheels lack the whole subpackage.
         package = ".".join(patch.module.split(".")[:2])
@@ -163,7 +164,7 @@ class Checker:
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
         """Return ``(problems, notes)``, the form that the patch manager expects.
 
-        Only the root package is checked. Others, like torch, fill their modules from C at import.
+        Only the root package is checked. Others, like torch, define names at import that no source shows.
         """
         if self._package(patch) != self.root:
             return [], []

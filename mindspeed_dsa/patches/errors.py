@@ -22,7 +22,7 @@ class MindSpeedDSAError(Exception):
     """Base class of all errors of this library.
 
     When a module's constructor fails, Megatron raises the error again with `` when instantiating NAME``
-    appended for every enclosing module. The constructor removes these suffixes.
+    appended, once for every enclosing module. This class removes these suffixes.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -30,7 +30,7 @@ class MindSpeedDSAError(Exception):
 
 
 def show_without_traceback() -> None:
-    """Exit with status 2 and no traceback on uncaught errors of this library."""
+    """Install an excepthook: uncaught errors of this library exit with status 2 and no traceback."""
     # The messages already name cause and remedy; a traceback through imports and Megatron would bury them.
     previous = sys.excepthook
 
@@ -46,7 +46,7 @@ def show_without_traceback() -> None:
 
 
 def say_once(text: str) -> None:
-    """Print a fatal error on local rank 0 if that rank fails too, else on every failing rank."""
+    """Print a fatal error only on local rank 0; on all failing ranks if local rank 0 does not fail."""
     # Other ranks wait up to 20 s for rank 0's marker file. If none appears, only they have failed, and they
     # print `text` themselves. Waiting also protects rank 0: the launcher ends all ranks when one exits. The
     # file name is built from the values that the ranks of one job on one machine share.

@@ -1,9 +1,9 @@
 """Search for objects that still hold an original function after it was patched.
 
-References to the original are followed backwards through ``gc.get_referrers``. No assignment can reach the
-holders: default arguments, closures, containers, bound methods, class attributes, instances. Module globals,
+References to the original are followed backwards through ``gc.get_referrers``. Holders that cannot be rebound
+are default arguments, closures, containers, bound methods, class attributes and instances. Module globals,
 closures, class attributes, default arguments and dictionary keys are reported by their exact name, other
-holders by type and module. The garbage collector does not track, and the search does not find:
+holders by type and module. The garbage collector does not track the following, so the search misses them:
 
 * local variables of running functions, which disappear by themselves,
 * objects that only C code holds,
@@ -59,7 +59,7 @@ _Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class StaleReference:
-    """Holder of an original, with a name that a reader can search for."""
+    """Object that still holds an original, described so that a user can find it in source code."""
 
     original: Any
     holder: str
@@ -79,7 +79,7 @@ def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
 
 
 def held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
-    """Return the objects that have more references than the engine itself holds.
+    """Return the objects of ``wanted`` that objects outside of the engine also hold.
 
     Counting references is far cheaper than searching for the holders.
 
@@ -96,7 +96,7 @@ def held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
 
 
 def function_name(function: FunctionType) -> str:
-    """Return the name in the code object; functools.wraps overwrites a wrapper's own name."""
+    """Return a function's module and name from its code, because functools.wraps overwrites ``__name__``."""
     wraps = "__wrapped__" in function.__dict__
     here = function.__code__.co_name if wraps else function.__qualname__
     name = getattr(function.__code__, "co_qualname", here)  # since Python 3.11
@@ -153,7 +153,7 @@ def _one_level(
 
 
 def _step(path: _Path, holder: Any, modules: Mapping[int, str]) -> str | _Path | None:
-    """Return the holder's name, a longer path for a container, or ``None`` if it never calls the object."""
+    """Return the holder's name, or for a container a longer path; ``None`` for a holder that is harmless."""
     child = path[-1]
     if is_a(holder, _IGNORED):
         return None

@@ -1,4 +1,4 @@
-"""Import hooks and name lookup: patch now, or right after a module has been executed.
+"""Import hooks, which run a callback right after a module's import, and lookup of names in modules.
 
 wrapt is imported on first use. It is half the import cost of this package, and is not needed while every
 feature is off.
@@ -25,7 +25,7 @@ def namespace(module: Any) -> dict[str, Any] | None:
 
 
 def execution(name: str) -> Any:
-    """Return an object that identifies the module's last execution (its spec, which a reload replaces)."""
+    """Return the module's spec, which identifies its last execution because a reload replaces it."""
     return (namespace(sys.modules.get(name)) or {}).get("__spec__")
 
 
@@ -131,7 +131,7 @@ def bound_names(
 
 
 def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield ``(namespace, name, value)`` for pairs of a name and the object bound to it, except ``None``."""
+    """Yield ``(namespace, name, value)`` wherever a module binds one of these names to its object."""
     wanted = [(name, thing) for name, thing in wanted if thing is not None]
     for names in namespaces() if wanted else ():
         for name, thing in wanted:

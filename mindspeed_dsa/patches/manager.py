@@ -39,8 +39,7 @@ class PatchManager:
     Args:
         root: top-level package in place of ``megatron`` (``corp_megatron`` in a fork).
         version_of: function from a top-level package to its distribution version, ``None`` if unknown.
-        static_check: function that compares the source of a target that is not imported yet with the
-            release's record.
+        static_check: function that checks a patch against the source of a target that is not imported yet.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class PatchManager:
         self._undo_if_failed()
 
     def _on_import(self, sites: list[Site], module: ModuleType) -> None:
-        """Patch a module from its import hook. Records failures; never raises."""
+        """Patch a module right after its import. Failures are recorded, because a hook must not raise."""
         try:
             self._apply(sites, since=sites[0].patch.module)
             self._apply_loaded()
@@ -164,7 +163,7 @@ class PatchManager:
                 _log.error("%s; the next finalize() raises this", _words(site), ranks="all")
 
     def _apply_loaded(self) -> bool:
-        """Patch modules that are complete by now. Some were still half executed in arm()."""
+        """Patch modules that were still being imported when :meth:`arm` ran."""
         return self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
 
     def _apply(self, sites: Iterable[Site], since: str | None = None) -> bool:
@@ -189,7 +188,7 @@ class PatchManager:
         return bool(mine)
 
     def _prepare(self, sites: list[Site]) -> list[Site]:
-        """Compose the objects to install. Foreign code runs here; nothing is modified."""
+        """Import the implementations and call the decorators of all sites, without modifying a target."""
         implementations: dict[int, list[Any]] = {}
         for site in sites:
             try:
@@ -255,7 +254,7 @@ class PatchManager:
         """Verify every site. Call it right before the model is built.
 
         Args:
-            thorough: whether to also find holders of originals at sites that declare them harmless. The
+            thorough: whether to search for references to originals also at sites with ``stale="report"``. The
                 search traverses the whole heap, and a training run does not need it.
 
         Raises:
@@ -319,9 +318,9 @@ class PatchManager:
     # -- undo and report -----------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Restore the identical original objects everywhere, and keep patches that other code put on top.
+        """Put the original objects back everywhere, except where other code has replaced our patch.
 
-        A second call restores sites that other code had patched over and has since given back.
+        A second call also restores sites at which other code has put our patch back since.
         """
         with self._lock:
             self._armed = False
@@ -352,7 +351,7 @@ class PatchManager:
                 site.release()
 
     def covered(self) -> list[Covered]:
-        """Return the objects that patches replaced, and the objects that other code put over patches."""
+        """Return other libraries' objects at patched targets, see :class:`Covered`."""
         with self._lock:
             self._refresh()
             replaced = [

@@ -1,4 +1,4 @@
-"""Search for our patch below a callable that other code has installed over it.
+"""Search for our patch inside a wrapper that other code has installed over it.
 
 A decorator holds the wrapped function in a closure, a default argument, an attribute, an argument of a
 partial, or under a global name that its code uses. The search follows all of these.

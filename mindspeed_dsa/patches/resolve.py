@@ -41,7 +41,7 @@ class Found:
 
 @dataclass
 class Resolution:
-    """All candidates for a target. If there are none, ``missing`` or ``unknown`` gives the reason."""
+    """Result of a lookup: all candidates, or else the reason in ``missing`` or ``unknown``."""
 
     found: list[Found] = field(default_factory=list)
     missing: str = ""
@@ -54,7 +54,7 @@ class Resolution:
         self.unknown = self.unknown or other.unknown
 
     def settled(self) -> Resolution:
-        """Prefer definitions over placeholders, as in ``except ImportError: X = None``."""
+        """Drop placeholders such as ``except ImportError: X = None`` if there is a definition."""
         definitions = [item for item in self.found if item.is_definition]
         return Resolution(definitions or self.found) if self.found else self
 
@@ -232,7 +232,7 @@ def _absolute(module: ModuleSource, imported: Imported) -> str:
 
 
 def _adds_nothing(base: ast.expr, name: str) -> bool:
-    """Return whether a base class is known to lack the attribute (builtins, typing markers)."""
+    """Return whether a base class without source (builtin, typing marker) is known to lack the attribute."""
     marker = base.value if isinstance(base, ast.Subscript) else base
     if ast.unparse(marker).rpartition(".")[2] in ("Generic", "Protocol"):
         return True

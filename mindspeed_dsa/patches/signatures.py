@@ -14,7 +14,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def is_a(thing: Any, types: type | tuple[type, ...]) -> bool:
-    """Return ``isinstance(thing, types)`` judged by the actual type only."""
+    """Return ``issubclass(type(thing), types)``; unlike isinstance, not misled by ``__class__``."""
     # isinstance also reads the object's __class__. A wrapt proxy of a function, or a mock, would then count
     # as a function, and a lazy object would be loaded.
     return issubclass(type(thing), types)

@@ -1,4 +1,4 @@
-"""State of one patched attribute of a third-party package: plan, apply and undo."""
+"""One patched attribute of a third-party package: how it is found, patched, checked and restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 
 def load(dotted: str) -> Any:
-    """Import the object that ``"package.module:name"`` names."""
+    """Import an object by its path ``"package.module:name"``."""
     module, _, path = dotted.partition(":")
     target: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -31,18 +31,20 @@ def load(dotted: str) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """All claims on one target, composed into one object.
+    """One target, all features' patches of it, and the object composed from them.
 
     Attributes:
         owner: module, class or dictionary that holds the target.
         original: value in the owner's own dictionary; ``ABSENT`` if inherited or new.
-        raw: value in the owner's dictionary or along the MRO, descriptors included.
+        raw: value in the owner's dictionary or a base class's, without unwrapping descriptors.
         installed: object that the engine installed, or will install.
         execution: identity of the module execution that was patched, see ``hooks.execution``.
-        rebound: names in other modules that were bound to the original and now are bound to the patch.
-        stale: holders of the original (after undo: of the patch) that no assignment can reach.
+        rebound: names in other modules (``from x import y``) that were rebound from the original to the
+            patch.
+        stale: objects that still hold the original (after undo: the patch) and cannot be rebound, for example
+            closures.
         stack: names of the composed implementations, innermost first.
-        left: weak reference to the patch after undo, alive while other code still holds it.
+        left: after undo, weak reference to the patch, which other code may still hold.
     """
 
     claims: list[Claim]
@@ -61,7 +63,7 @@ class Site:
 
     @property
     def patch(self) -> Patch:
-        """First patch of the site; all patches of a site have the same target and key."""
+        """First patch of the site, for target and key, which all its patches share."""
         return self.claims[0].patch
 
     @property
@@ -81,7 +83,7 @@ class Site:
 
     @property
     def who(self) -> str:
-        """Features of the site, as messages name them."""
+        """Names of the site's features, for messages."""
         return ", ".join(dict.fromkeys(claim.who for claim in self.claims))
 
     @property
@@ -91,12 +93,12 @@ class Site:
 
     @property
     def stale_is_error(self) -> bool:
-        """Return whether a remaining reference to the original fails the run."""
+        """Return whether a reference to the original that cannot be rebound is an error."""
         return any(claim.patch.required and claim.patch.stale == "error" for claim in self.claims)
 
     @property
     def stale_is_harmless(self) -> bool:
-        """Return whether every patch of the site declares remaining references to the original harmless."""
+        """Return whether every patch of the site declares ``stale="report"``."""
         return all(claim.patch.stale == "report" for claim in self.claims)
 
     @property
@@ -106,7 +108,7 @@ class Site:
 
     @property
     def traceable(self) -> bool:
-        """Return whether the installed object is unique to this site, so that its identity names the site."""
+        """Return whether the installed object was made for this site, so that it identifies the site."""
         return self.composed or (self.patch.kind == "value" and is_a(self.installed, FunctionType))
 
     # -- before --------------------------------------------------------------------------------
@@ -152,12 +154,12 @@ class Site:
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:
-        """Return whether an implementation's module is still executing (it imports the target's module)."""
+        """Return whether a patch must wait, because its implementation's module is still being imported."""
         modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
         return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
 
     def inherit(self, composed: Mapping[Any, Site]) -> None:
-        """Use the base class's patch as the object to wrap, if the target is an inherited method.
+        """If the target is an inherited method that is patched in a base class, wrap that patch.
 
         Args:
             composed: map from ``(id(owner), slot)`` to the sites that are installed before this one.
@@ -217,7 +219,7 @@ class Site:
         return None
 
     def linked(self) -> tuple[Any, Any] | None:
-        """Return the original and the patch, if other modules may have bound them to names."""
+        """Return ``(original, patch)`` if other modules may have imported them by name, else ``None``."""
         if self.patch.kind == "entry" or not callable(compose.underlying(self.raw)):
             return None  # unrelated code shares constants, so their identity says nothing
         if isinstance(self.owner, ModuleType):
@@ -227,10 +229,10 @@ class Site:
         return None
 
     def moved(self) -> tuple[Any, Any] | None:
-        """Return :meth:`linked`, if names bound to the original should be rebound to the patch.
+        """Return :meth:`linked` if names bound to the original must be rebound to the patch, else ``None``.
 
-        They are not rebound for an inherited method, which belongs to the base class, or for a function of
-        another package that the target's module merely imports.
+        Names are not rebound if the target is an inherited method, which belongs to the base class, or a
+        function that the target's module only imports from another package.
         """
         linked = self.linked()
         if linked is None:
@@ -246,7 +248,7 @@ class Site:
         """Install the prepared object.
 
         Raises:
-            PatchDeclarationError: the owner accepted the assignment but did not keep it.
+            PatchDeclarationError: the target has another value after the assignment.
         """
         self._put(self.installed)
         # A metaclass or a custom __setattr__ may redirect or drop the assignment.
@@ -277,7 +279,7 @@ class Site:
         return now is not None and now is not self.execution
 
     def base_has_changed(self) -> bool:
-        """Return whether the inherited method that was patched is no longer the base classes' method."""
+        """Return whether the target is an inherited method that has been replaced in a base class since."""
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return False
         bases = (vars(base) for base in self.owner.__mro__[1:])
@@ -299,7 +301,7 @@ class Site:
         return not reach.reaches(live, self.installed)
 
     def refresh(self) -> None:
-        """Update the state if other code has patched over the target, or has removed its own patch."""
+        """Update the state after other code replaced the patch, or put it back."""
         if self.state not in ("applied", "foreign"):
             return
         live = self.live()
@@ -333,7 +335,7 @@ class Site:
     # -- after ---------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the identical original, unless other code has patched over ours."""
+        """Put the original object back, unless other code has replaced our patch."""
         if self.present() is not self.installed:
             if self.state == "applied":
                 self.refresh()
@@ -342,16 +344,16 @@ class Site:
         self.state, self.reason = "undone", ""
 
     def can_be_told_by(self, name: str) -> bool:
-        """Return whether a name bound to the installed object must have been copied from this site's target.
+        """Return whether a module-level name bound to the installed object was imported from the target.
 
-        An object installed by kind ``value`` may also be bound elsewhere independently. If it is bound under
-        the target's name, which differs from its own, it was copied from the target.
+        An object that is installed as a ``value`` may be imported from its own module as well. Then only the
+        target's name, if it differs from the object's own, shows that it came from the target.
         """
         own_name = getattr(self.installed, "__name__", None)
         return self.traceable or name == self.slot != own_name
 
     def release(self) -> None:
-        """Drop the references of an undone site; the patch is referenced only weakly from then on."""
+        """Drop the references of an undone site; keep only a weak one to the patch."""
         if self.traceable and is_a(compose.underlying(self.installed), FunctionType):
             self.left = weakref.ref(compose.underlying(self.installed))
         self.owner = self.execution = None
@@ -360,7 +362,7 @@ class Site:
 
 
 def _named(thing: Any) -> str:
-    """Return the place where a function was written, or the ``repr`` of another object."""
+    """Return a function's module and name; for other objects, the ``repr``."""
     function = compose.underlying(thing)
     return holders.function_name(function) if is_a(function, FunctionType) else repr(thing)
 
@@ -378,12 +380,13 @@ def _at_home(thing: Any, package: str) -> bool:
 
 @dataclass(frozen=True)
 class Covered:
-    """Object of other code at a patched target.
+    """Another library's object at a patched target: below our patch, or installed over it.
 
     Attributes:
         name: name of the target.
-        found: object that was there before the patch, or is there after it.
-        is_called: whether the object is still called. A wrapper calls it, a replacement does not.
+        found: other library's object.
+        is_called: whether the object is still called. Our wrapper calls an object below it, our replacement
+            does not.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Package sources, located and parsed without importing them, and the names that they bind."""
+"""Source files of packages, located and parsed without importing them, and the names that they define."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Value:
-    """Assignment. ``node`` is the right-hand side, or the whole statement when it unpacks."""
+    """Assignment. ``node`` is the right-hand side, or the whole statement for ``a, b = ...``."""
 
     node: ast.AST
     line: int
@@ -57,7 +57,7 @@ class Scope:
     stars: list[Imported] = field(default_factory=list)
 
     def bind(self, name: str, binding: Binding, conditional: bool) -> None:
-        """Add an alternative. An unconditional binding drops the earlier ones."""
+        """Add a binding of a name. An unconditional binding replaces the earlier ones."""
         earlier = self.names.get(name, [])
         if earlier and isinstance(binding, Value) and _mentions(binding.node, name):
             return  # ``f = decorate(f)``: keep the definition of f
@@ -120,7 +120,7 @@ def _import_from(node: ast.ImportFrom, scope: Scope, conditional: bool) -> None:
 
 
 def _branches(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Yield the blocks of a compound statement that may or may not run."""
+    """Yield the blocks of a compound statement (``if``, ``try``, ...) that run only conditionally."""
     if isinstance(node, ast.If) and _is_type_checking(node.test):
         yield node.orelse
         return
@@ -161,7 +161,7 @@ def scope_of_text(text: str) -> Scope | None:
 class ModuleSource:
     """Source text of one module, parsed once on first access.
 
-    ``text`` is ``None`` for a module without readable source (compiled, or loaded in another way).
+    ``text`` is ``None`` for a module without readable source, for example a compiled one.
     """
 
     name: str
@@ -300,7 +300,7 @@ class SourceTree:
 
 
 def _finders() -> list[Any]:
-    """Return the interpreter's finders without wrapt's, which imports parent packages on lookup."""
+    """Return ``sys.meta_path`` without wrapt's finder, which imports parent packages on lookup."""
     return [
         finder
         for finder in sys.meta_path
@@ -309,7 +309,7 @@ def _finders() -> list[Any]:
 
 
 def _with_file(spec: ModuleSpec) -> ModuleSpec:
-    """Return a spec with a file for modules that Python 3.11+ has frozen into the interpreter."""
+    """Add the source file to the spec of a module that Python 3.11+ has frozen into the interpreter."""
     file = getattr(spec.loader_state, "filename", None) if spec.origin == "frozen" else None
     found = importlib.util.spec_from_file_location(spec.name, file) if file else None
     return found or spec

@@ -114,7 +114,7 @@ def _rooted(dotted: str, root: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """Patch, the feature that claims it, and the feature's position in the order.
+    """A patch together with the feature that declares it, and the feature's position in the nesting order.
 
     ``context`` is opaque to the engine and is passed to implementations that take one. ``label`` is the
     feature's name in messages and defaults to ``feature``.
@@ -128,5 +128,5 @@ class Claim:
 
     @property
     def who(self) -> str:
-        """Feature as messages name it."""
+        """Feature's name for messages."""
         return self.label or self.feature

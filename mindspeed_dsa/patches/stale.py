@@ -1,9 +1,9 @@
-"""Leftovers of patching and undoing: remaining holders, bound names, and compiled code.
+"""References that patching and undoing leave behind, and compiled code that uses them.
 
-If a container or a closure holds an original, it can only be reported, not replaced. Module-level names that
-are bound to a patch are bound to the original again on undo. ``torch.compile`` guards the globals that
+A reference to an original in a container or a closure can only be reported, not replaced. Module-level names
+that are bound to a patch are bound to the original again on undo. ``torch.compile`` guards the globals that
 compiled code uses, but not the methods of classes. Measured on torch 2.13: a compiled module keeps running
-the original of a method that was patched afterwards.
+the original method after the class is patched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_dsa.patches.site import Site
 
 
 def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
-    """Record in each site the holders of its original that no assignment can reach.
+    """Record in each site the objects that still hold its original and cannot be rebound.
 
     Args:
         applied: sites to search for.
@@ -34,7 +34,7 @@ def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
 
 
 def note_left(sites: Sequence[Site]) -> None:
-    """Record in each undone site the remaining holders of its patch."""
+    """Record in each undone site the objects that still hold its patch."""
     undone = {id(site.left()): site for site in sites if site.state == "undone" and site.left is not None}
     undone.pop(id(None), None)
     for site in undone.values():
@@ -45,7 +45,7 @@ def note_left(sites: Sequence[Site]) -> None:
 
 
 def holding_on_purpose(sites: Sequence[Site]) -> list[Any]:
-    """List the objects of the patches themselves that hold originals, to call or restore them."""
+    """List the engine's own objects that hold originals, because they call or restore them."""
     holding: list[Any] = []
     for site in sites:
         function = compose.underlying(site.raw)
@@ -61,7 +61,7 @@ def _id_of_moved(site: Site) -> int:
 
 
 def rebind_back(sites: Sequence[Site]) -> None:
-    """Rebind names that are bound to the patches of undone sites to the originals."""
+    """Rebind module-level names from the patches of undone sites to the originals."""
     behind = _recorded(sites)
     # An object that is not unique to its site came from there only if it is bound to the target's name.
     bound = [*hooks.bound_as([(site.slot, _patch(site)) for site in sites if not site.traceable])]
@@ -93,7 +93,7 @@ def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
 
 
 def _held_elsewhere(sites: Sequence[Site]) -> list[Any]:
-    """List the patches that objects other than their sites hold. Only these can be bound to a name."""
+    """List the patches that other objects than their sites hold, so that a name may be bound to them."""
     traceable = list({id(patch): patch for patch in (_patch(s) for s in sites if s.traceable)}.values())
     patches = [patch for patch in traceable if patch is not None]
     traceable.clear()  # references from this list would count as foreign
@@ -109,7 +109,7 @@ def _patch(site: Site) -> Any:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, if any. It is compiled again at the next call.
+    """Call ``torch._dynamo.reset`` if anything was compiled, so that it is compiled again with the patches.
 
     Waits for a compilation in progress, so the caller must hold no lock.
     """

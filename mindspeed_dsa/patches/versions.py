@@ -45,7 +45,7 @@ def of_distribution(distribution: str, root: str = "megatron") -> str | None:
 
 
 def of_megatron(root: str = "megatron") -> str | None:
-    """Return the Megatron-core release that selects the patches."""
+    """Return the Megatron-core release by which patches are selected."""
     # A pre-release counts as the release that it leads to. Branches call themselves 0.16.0rc0 for months
     # while they contain the code of 0.16, and PEP 440 puts 0.16.0rc0 outside both `>=0.16` and `<0.16`.
     written = _written(root)
@@ -122,7 +122,7 @@ def installed(root: str = "megatron") -> dict[str, str | None]:
 def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
     """Return the reason why the patch does not apply to the installed release.
 
-    Empty if it applies, or if the version is unknown or not allowed by PEP 440 (a fork's commit id).
+    Empty if it applies, or if the version is unknown or not a PEP 440 version (a fork's commit id).
 
     Raises:
         PatchDeclarationError: the patch's version range cannot be parsed.
