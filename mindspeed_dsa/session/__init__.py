@@ -1,4 +1,4 @@
-"""Session of this process: ``enable``, ``disable``, and the functions that launchers and jobs call."""
+"""Public functions that switch features on and off in this process, for launchers and jobs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def enable(**switches: Any) -> None:
 def enable_from_argv(argv: Sequence[str]) -> None:
     """Enable the features of environment and command line, as ``import mindspeed_dsa.megatron_adaptor`` does.
 
-    A required feature may still be missing, because a job may switch it on later from code. :func:`validate`
-    and :func:`finalize` refuse it if the job does not. A flag that resembles one of ours is only reported,
-    because it may belong to the job's own parser, which decides whether to refuse it.
+    A feature that another feature requires may be off at this point, because the job may switch it on later
+    from code. :func:`validate` and :func:`finalize` raise if it is still off. A flag that resembles one of
+    ours is only reported, because it may be a flag of the job's own parser.
 
     Raises:
         SettingsError, PatchError: see :func:`enable`.
@@ -166,7 +166,7 @@ def resolve(
 
 
 def _platform(requested: str) -> str:
-    """Detect the platform once per session: torch no longer reports a GPU that the CPU platform replaced."""
+    """Return the platform; cached, because torch reports no GPU once the CPU platform is prepared."""
     if _current is not None and _current.settings.mindspeed_platform == requested:
         return _current.settings.platform
     return platforms.detect(requested)
@@ -220,7 +220,7 @@ def _await_no_fork() -> None:
 
 
 def _adopt(root: str) -> None:
-    """Restart with the root of a fork that the job is importing, before any of its modules is executed."""
+    """Start the session again for a fork's root package, before any module of the fork is executed."""
     global _fork
     with _lock:
         _fork = root

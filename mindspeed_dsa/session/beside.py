@@ -1,4 +1,4 @@
-"""Other libraries that change Megatron in place. Two are refused; the others are reported by patched site."""
+"""Detection of other libraries that patch Megatron. Two are refused, others only reported."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ _NAMED = 3  # most functions that one message names
 
 @dataclass(frozen=True)
 class Patcher:
-    """Library with the same targets and flags, which cannot share a process with this one.
+    """Library that patches the same functions and has the same flags, so that using both is an error.
 
     Attributes:
-        name: name known to its users.
-        packages: top-level packages, which are also its distribution names.
-        do: remedy for a job.
-        engine: ``module:class`` whose ``patches_info`` lists the functions that it has patched.
-        flags: ``module:class`` whose ``register_features_args`` adds its flags to a parser.
-        by: module that applies the patches when imported.
+        name: library's name.
+        packages: library's top-level packages, which are also its distribution names.
+        do: remedy, for messages.
+        engine: ``module:class`` with an attribute ``patches_info`` that lists the patched functions.
+        flags: ``module:class`` with a method ``register_features_args`` that adds the library's flags to a
+            parser.
+        by: module that applies the patches when it is imported.
     """
 
     name: str
@@ -68,12 +69,12 @@ _MEGATRONS = frozenset({"torch", "transformer_engine", "apex", "triton", "einops
 
 @dataclass(frozen=True)
 class Presence:
-    """Functions of one package at sites that this library patches.
+    """Functions of another package at targets that this library patches.
 
     Attributes:
         package: top-level package that defines the functions.
-        places: sites where they are still called.
-        dropped: sites where a replacement of this library is called instead.
+        places: targets at which the package's function is still called.
+        dropped: targets at which our replacement is called instead of the package's function.
     """
 
     package: str
@@ -132,12 +133,12 @@ def _acting_twice(found: Iterable[Patcher], resolved: Settings) -> str:
 
 
 def _patched(patcher: Patcher) -> list[str]:
-    """Return the functions that a library reports to have patched in this process."""
+    """Return the names of the functions that a library has patched in this process."""
     return [str(name) for name in getattr(_loaded(patcher.engine), "patches_info", None) or ()]
 
 
 def _flags(patcher: Patcher) -> list[str]:
-    """Return the flags of a library that is loaded, as far as they can be listed."""
+    """Return the flags of a loaded library; empty if they cannot be listed."""
     # A parser of our own collects the flags that the library registers.
     parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
     with contextlib.suppress(Exception):  # foreign code: its failure only shortens our message
@@ -151,11 +152,11 @@ def _loaded(dotted: str) -> Any:
 
 
 def present(root: str, covered: Iterable[Covered]) -> list[Presence]:
-    """Return the packages with functions at patched sites, called or replaced by a patch.
+    """Return the other packages that have functions at patched targets.
 
     Args:
         root: top-level package of Megatron.
-        covered: objects of other code at the targets of patches.
+        covered: result of ``PatchManager.covered``.
     """
     by_package: dict[str, tuple[list[str], list[str]]] = {}
     for place in covered:

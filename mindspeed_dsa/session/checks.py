@@ -90,13 +90,13 @@ def _who(feature: Feature, settings: Settings) -> str:
 
 
 def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
-    """Yield switches for which a job's arguments and the session disagree, so that one would have no effect.
+    """Yield a message for each flag with different values in the job's arguments and in the session.
 
     Args:
         args: job's arguments.
         armed: session's settings.
-        told: whether values from API and environment were already written into the arguments. Megatron may
-            have changed its own flags since, which is not an error.
+        told: whether values from API and environment were already written into the arguments. Later changes
+            of Megatron's own flags by Megatron are then not reported.
     """
     explicit = armed.chosen()
     for flag in features.all_flags():
@@ -124,7 +124,7 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
 
 
 def without_effect(flag: Flag, setting: Setting) -> str:
-    """Return the problem of a variable for a Megatron flag that the job's arguments do not have."""
+    """Return a message for a variable that sets a Megatron flag which the job's arguments do not have."""
     return (
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, which this job does not "
         f"read; unset {flag.env}"
@@ -142,7 +142,7 @@ def for_megatron(armed: Settings) -> dict[str, Any]:
 
 
 def not_passed_on(armed: Settings) -> list[str]:
-    """Return a message for each variable of a Megatron flag whose value never reached the job's arguments."""
+    """Return a message for each Megatron flag set by a variable, for jobs that never read our variables."""
     explicit = armed.chosen()
     return [
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
@@ -172,7 +172,7 @@ def _told_apart(flag: Flag, wanted: Any, setting: Setting) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Normalize a Megatron value: ``none`` equals no value, and a one-element list equals its element."""
+    """Normalize a value for comparison: ``none``, False and ``[]`` to None, ``[x]`` to ``x``."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         return value[0]
     return None if value in (False, "none", [], ()) else value

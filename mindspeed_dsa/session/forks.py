@@ -1,4 +1,4 @@
-"""Detection of a Megatron with another root package than ``megatron``, from the job's imports.
+"""Detection of Megatron forks with another root package than ``megatron``, from the job's imports.
 
 Imports neither torch nor Megatron.
 """
@@ -17,7 +17,7 @@ _CORE = ".core"
 
 
 def imported() -> str | None:
-    """Return the root package of an imported fork; ``None`` without one or if stock Megatron is loaded."""
+    """Return the root package of an imported fork; ``None`` without a fork or if stock Megatron is loaded."""
     if f"megatron{_CORE}" in sys.modules:
         return None
     for name, module in sys.modules.copy().items():
@@ -27,7 +27,7 @@ def imported() -> str | None:
 
 
 class Watch:
-    """Waits for the import of a fork, and reports it before any of its modules is executed.
+    """Import finder that calls a function when a fork is imported, before any of its modules is executed.
 
     Args:
         found: function that is called once with the fork's root, unless stock Megatron is imported first.
@@ -38,13 +38,13 @@ class Watch:
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Stop waiting."""
+        """Remove the finder."""
         self._found = None
         # Build a new list: an import that is iterating over the old one would skip the next finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Implement the import system's finder protocol; finds nothing itself."""
+        """Called for every import; always returns None, so that other finders load the module."""
         if name == f"megatron{_CORE}" or f"megatron{_CORE}" in sys.modules:
             self.end()
         elif _may_be_core(name) and self._found and _holds_core(Path(each, "core") for each in path or ()):

@@ -1,4 +1,4 @@
-"""Committed record of patch targets: needed parameters and fingerprints per Megatron-core release."""
+"""Record of patch targets, kept in the repository: parameters and fingerprints per Megatron-core release."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Development:
 
 @dataclass(frozen=True)
 class Records:
-    """Facts by target label, then by release. :data:`MAIN` is one of the releases if it has been read."""
+    """Dict from target label to a dict from release to facts; releases may include :data:`MAIN`."""
 
     facts: Mapping[str, Mapping[str, TargetFacts]]
     main: Development | None = None
@@ -117,7 +117,7 @@ def dump(records: Records) -> str:
 
 
 def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tuple[Feature, Patch]]:
-    """Yield every patch of Megatron with its feature."""
+    """Yield ``(feature, patch)`` for every patch whose target is in Megatron."""
     for feature in shipped() if features is None else features:
         for patch in feature.patches:
             if patch.module.partition(".")[0] == ROOT:
@@ -125,7 +125,7 @@ def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tupl
 
 
 def needed_parameters(features: Iterable[Feature] | None = None) -> dict[str, frozenset[str]]:
-    """Return the parameters that the patches of each target rely on, by target label."""
+    """Return a dict from target label to the parameters that its patches rely on."""
     needed: dict[str, frozenset[str]] = {}
     for _, patch in megatron_patches(features):
         needed[patch.label] = needed.get(patch.label, frozenset()) | frozenset(patch.params)
@@ -133,7 +133,7 @@ def needed_parameters(features: Iterable[Feature] | None = None) -> dict[str, fr
 
 
 def recorded(facts: TargetFacts, needed: frozenset[str]) -> TargetFacts:
-    """Return facts without the parameters that no patch relies on, and without a file position."""
+    """Return the facts to record: only the ``needed`` parameters, and no file or line."""
     params = None if facts.params is None else tuple(name for name in facts.params if name in needed)
     # Positions change with every release and would make all facts differ.
     return replace(facts, params=params, file="", line=0)

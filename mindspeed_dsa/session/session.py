@@ -1,6 +1,6 @@
-"""Session: settings -> features -> plan -> check -> arm, and undo.
+"""Session: resolves settings, selects features, and applies and undoes their patches.
 
-It has no shared state: two sessions for two Megatron packages in one process are independent.
+Sessions share no state: two sessions for two Megatron packages in one process are independent.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Session:
         self._manager.arm()
 
     def _services(self) -> list[Claim]:
-        """Return the session's own patches; none without an active feature or a flag of ours."""
+        """Return the session's own patches (``megatron/job.py``); none without a feature or flag of ours."""
         # Values for Megatron's own flags need the argument patch even if every feature is off.
         overruled = bool(checks.for_megatron(self.settings))
         wanted = {
@@ -112,10 +112,10 @@ class Session:
             self._guard.undo()
 
     def end(self, running: Callable[[], Session | None]) -> None:
-        """Undo the patches, because another session, or none, takes over.
+        """Undo the patches when the session ends or is replaced.
 
         Args:
-            running: function that returns the session of the process, if any.
+            running: function that returns the process's current session, if any.
         """
         self._running = running
         self.undo()
@@ -144,14 +144,14 @@ class Session:
         )
 
     def _require_alone(self) -> None:
-        """Refuse a library loaded after arm(): its patches drop ours, and shared flags act twice."""
+        """Raise if a library that patches the same functions was loaded after :meth:`arm`."""
         problem = beside.refusal(bool(self.features), self.settings)
         if problem is not None:
             self._manager.undo()
             raise PatchError([problem], "no model can be built, all patches were undone")
 
     def _stay_refused(self, error: PatchError) -> None:
-        """Keep raising ``error``: all patches are undone, and a retry must not train on stock Megatron."""
+        """Raise ``error`` again for every later model, so that no retry trains on stock Megatron."""
         self._refused = error
         self._guard = PatchManager(root=self.settings.megatron_root)
         verify = [claim for claim in self._services() if claim.feature == job.VERIFY_BEFORE_MODEL.name]
@@ -177,7 +177,7 @@ class Session:
             raise
 
     def verify(self) -> None:
-        """Verify every patch, including originals held in harmless places; prints and writes nothing.
+        """Verify every patch, also those with ``stale="report"``, without writing a report.
 
         Raises:
             PatchError: see :meth:`finalize`.
@@ -209,12 +209,12 @@ class Session:
         running._told = True
 
     def follow(self, previous: Session) -> None:
-        """Copy the previous session's knowledge of the job."""
+        """Copy the job's arguments, log folder and checkpoint size from the previous session."""
         self.arguments, self.log_folder = previous.arguments, previous.log_folder
         self.checkpoint_size = previous.checkpoint_size
 
     def carry_on(self, previous: Session) -> None:
-        """Keep the flag that the arguments are up to date, if the previous session had the same values."""
+        """Keep the mark that the settings are in the job's arguments, unless settings have changed."""
         ours, theirs = checks.for_megatron(self.settings), checks.for_megatron(previous.settings)
         self._told = previous._told and ours == theirs
 
@@ -286,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
-    """Write the settings from these sources into a job's arguments; Megatron's flags only if it has them."""
+    """Write the settings from ``sources`` into a job's arguments; skip Megatron flags that it lacks."""
     megatron = {flag.dest for flag in features.all_flags() if flag.megatron}
     for dest, setting in resolved.chosen().items():
         if setting.source in sources and (dest not in megatron or hasattr(args, dest)):

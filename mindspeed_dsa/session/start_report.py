@@ -21,7 +21,7 @@ _log = log.get()
 
 
 def warn_of_near_misses(found: Mapping[str, str]) -> None:
-    """Log one line for each flag that resembles one of ours."""
+    """Log one line for each probably misspelt flag of ours."""
     for typed, meant in found.items():
         _log.warning("%s is not a flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
 
@@ -57,12 +57,12 @@ def publish(
     environment: Sequence[Mapping[str, str]],
     beside: Sequence[Presence],
 ) -> None:
-    """Print the table on rank 0, and write the same as JSON into ``folder`` if given.
+    """Print the start report on rank 0, and write it as JSON into ``folder`` if given.
 
     Args:
         settings: session's settings.
         features: features that are on.
-        sites: states of their patches.
+        sites: states of the features' patches.
         folder: folder of the JSON file.
         environment: findings of the environment checks, which are already printed.
         beside: other libraries that have changed Megatron.

@@ -66,7 +66,7 @@ def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
 
 
 def checks_of(active: Sequence[Feature]) -> Iterator[EnvironmentCheck]:
-    """Yield all checks that apply to a job with these features."""
+    """Yield the general checks, and the checks that these features declare."""
     yield from CHECKS
     for feature in active:
         yield from feature.environment
@@ -85,7 +85,8 @@ def examine(
         early: whether to run only the checks of installed software.
 
     Returns:
-        Findings, the worst first. A check that raises yields a note instead, because it must not stop a job.
+        Findings, the worst first. If a check raises, its finding is a note, because a faulty check must not
+            stop the job.
     """
     findings: list[Found] = []
     for check in checks_of(active):
@@ -135,12 +136,13 @@ def early(settings: Settings, args: Any = None, variables: Mapping[str, str] = o
 
 
 def refused(settings: Settings, args: Any) -> list[str]:
-    """Log problems of the installed software, before process groups are created.
+    """Check the installed software before process groups are created, and log the findings.
 
-    Most of them would end the job before its first model is built, so before :func:`at_start` runs.
+    Most of these problems would end the job before :func:`at_start` runs, which is when the first model is
+    built.
 
     Returns:
-        Errors that no job survives.
+        Messages of errors that must stop the job.
     """
     try:
         findings = early(settings, args)
@@ -226,11 +228,11 @@ def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
 
 
 def newest(args: Any) -> tuple[int, float | None]:
-    """Look at the folder that a job saves to.
+    """Return iteration and size of the newest checkpoint in the folder that a job saves to.
 
     Returns:
-        Iteration from which the job resumes (0 if it does not load from there), and the size in bytes of the
-        newest checkpoint, ``None`` without a manifest.
+        Iteration from which the job resumes (0 if it does not load from this folder), and the checkpoint's
+        size in bytes (``None`` without a manifest).
     """
     named = getattr(args, "save", None)
     if not named or "://" in str(named):

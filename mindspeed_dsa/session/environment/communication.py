@@ -25,7 +25,7 @@ def _aiv(about: Surroundings) -> bool:
 
 
 def find_expansion_mode(about: Surroundings) -> Iterator[Finding]:
-    """Check for AIV mode, whose collectives take vector cores from the computation that should hide them."""
+    """Check for HCCL's AIV mode, whose collectives take vector cores from overlapped computation."""
     if _aiv(about) and about.overlaps:
         yield Finding(
             "warning",
@@ -37,7 +37,7 @@ def find_expansion_mode(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_timeouts(about: Surroundings) -> Iterator[Finding]:
-    """Check whether HCCL's timeout ends a collective before the job's timeout, or later than torch does."""
+    """Check whether HCCL's timeout is shorter than the job's timeout, or longer than torch's."""
     minutes = about.argument("distributed_timeout_minutes")
     if not minutes:
         return
@@ -139,7 +139,7 @@ def find_error_handling(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_blocking_wait(about: Surroundings) -> Iterator[Finding]:
-    """Check for waits that block the host while it should launch the computation that hides communication."""
+    """Check for blocking waits, which keep the host from launching computation during communication."""
     if about.is_set("TORCH_NCCL_BLOCKING_WAIT") and about.overlaps:
         yield Finding(
             "warning",

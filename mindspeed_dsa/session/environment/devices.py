@@ -1,6 +1,6 @@
 """Checks of environment variables of devices and their allocators.
 
-Megatron-LM asserts about some variables itself a few seconds later; those are not repeated here.
+Variables that Megatron-LM itself checks a few seconds later are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _sharded(about: Surroundings) -> str:
 
 
 def find_connections(about: Surroundings) -> Iterator[Finding]:
-    """Check for a number of GPU work queues that hides less communication."""
+    """Check ``CUDA_DEVICE_MAX_CONNECTIONS``: a wrong number of work queues exposes communication."""
     value, tp = about.variable(CONNECTIONS), about.size("tensor_model_parallel_size")
     older = about.machine.architecture is not None and about.machine.architecture < _BLACKWELL
     if fsdp := _sharded(about):
@@ -54,7 +54,7 @@ def find_connections(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_launches(about: Surroundings) -> Iterator[Finding]:
-    """Check for kernel launches that wait for the device."""
+    """Check for ``*_LAUNCH_BLOCKING``, which makes the host wait for every kernel."""
     name = "ASCEND_LAUNCH_BLOCKING" if about.platform == "npu" else "CUDA_LAUNCH_BLOCKING"
     if not about.is_set(name):
         return
@@ -70,7 +70,7 @@ def find_launches(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_task_queue(about: Surroundings) -> Iterator[Finding]:
-    """Check for a disabled launch queue when the host has to launch ahead to hide communication."""
+    """Check for a disabled launch queue of torch_npu in jobs that overlap communication."""
     if about.variable("TASK_QUEUE_ENABLE") == "0" and about.overlaps:
         yield Finding(
             "warning",

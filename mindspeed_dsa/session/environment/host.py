@@ -98,7 +98,7 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_locked_memory(about: Surroundings) -> Iterator[Finding]:
-    """Check for a limit of locked memory in which RDMA devices cannot register buffers."""
+    """Check for a limit of locked memory that is too low to register buffers with RDMA devices."""
     limit, machine = about.machine.locked_memory, about.machine
     if limit is None or limit >= _LOCKED or machine.nodes < 2 or not machine.infiniband:
         return

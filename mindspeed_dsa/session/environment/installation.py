@@ -39,7 +39,7 @@ _HELPERS, _BUILDER = "helpers_cpp", "pybind11"
 
 
 def find_copies(about: Surroundings) -> Iterator[Finding]:
-    """Check for a Megatron-core that hides another copy, or whose ``megatron.training`` is another copy's."""
+    """Check for a Megatron-core that hides another copy, or that uses another copy's ``megatron.training``."""
     if len(about.machine.megatrons) < 2:
         return
     # In the order of the search path, so the first copy is imported.
@@ -94,7 +94,7 @@ CHECKS = (
 def read(
     platform: str, root: str, variables: Mapping[str, str], path: Sequence[str] | None = None
 ) -> Machine:
-    """Describe this node, without waiting for anything.
+    """Collect the facts about this node that the checks read. Does not block.
 
     Args:
         platform: platform of the job.

@@ -56,7 +56,7 @@ def find_operators(about: Surroundings) -> Iterator[Finding]:
 
 
 def _losses(about: Surroundings) -> tuple[str, ...]:
-    """Return the parts for the indexer loss that the job uses."""
+    """Return the name of the indexer loss operator that the job uses, or an empty tuple without the loss."""
     if not about.argument("dsa_indexer_loss_coeff"):
         return ()
     warm = about.argument("dsa_stage") == "warmup"
