@@ -82,7 +82,7 @@ def detect(requested: str = "auto") -> str:
 
 
 def _npu_answers() -> bool:
-    """Return whether an NPU is available. A torch_npu that cannot be loaded is logged, not ignored."""
+    """Return whether an NPU is available; log a warning if torch_npu is installed but cannot be loaded."""
     try:
         return PLATFORMS["npu"].is_available()
     except SettingsError as error:
@@ -92,7 +92,7 @@ def _npu_answers() -> bool:
 
 
 def prepare(name: str, needed: bool = True) -> Platform:
-    """Make a platform the current one.
+    """Prepare a platform and make it the current one.
 
     Args:
         name: result of :func:`detect`.

@@ -110,7 +110,7 @@ class Platform(abc.ABC):
 
     @cached_property
     def second_stream(self) -> Stream:
-        """Side stream for work beside the current stream's."""
+        """Cached side stream for work concurrent with the current stream."""
         return self.new_stream()
 
     @abc.abstractmethod
@@ -143,7 +143,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def release_pinned(self) -> None:
-        """Return pinned memory to the system that torch or the driver keeps for reuse."""
+        """Free cached pinned memory that torch or the driver keeps for reuse."""
 
     @abc.abstractmethod
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Platform(abc.ABC):
             owner: object whose lifetime defines how long the memory counts as in use.
 
         Returns:
-            Tensor of this device; not a view if :attr:`mapped_by_kernels_only`.
+            Tensor of this device; must not be used as a view if :attr:`mapped_by_kernels_only`.
 
         Raises:
             SettingsError: the device cannot address host memory.
@@ -167,7 +167,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
-        """Restart :attr:`MemoryFigures.peak` from the memory held now."""
+        """Reset :attr:`MemoryFigures.peak` to the memory allocated now."""
 
     def facts(self) -> dict[str, Any]:
         """Return further facts for ``doctor``. A value may be a dictionary of further lines."""
@@ -178,7 +178,7 @@ class Platform(abc.ABC):
         """Run the setup that is needed once, before Megatron is imported."""
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """Return memory from :meth:`empty_mapped` as a tensor that can be copied, perhaps itself."""
+        """Return the content of mapped memory (:meth:`empty_mapped`) as a tensor that supports copies."""
         return mapped
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:

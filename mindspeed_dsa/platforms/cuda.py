@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _OnDevice:
-    """Host bytes with CUDA's array interface, from which torch makes a device tensor without a copy."""
+    """Host memory with ``__cuda_array_interface__``, so that torch can view it as a device tensor."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # torch's tensor keeps this object alive, and this object the memory

@@ -1,9 +1,8 @@
-"""Host memory: available amount, and one pool of the buffers that a device copies from and to.
+"""Pool of pinned host buffers for copies from and to the device, and the amount of available host memory.
 
-Pinning memory costs far more than using it, so buffers are reused in size classes. The pool accounts for
-every byte. On a CPU the pool's memory is also separate from torch's allocator (see
-:meth:`CpuPlatform.empty_pinned`): the allocator's memory counts as device memory and the pool's as host
-memory.
+Pinning memory is slow, so buffers are reused in size classes. The pool counts every byte that it has pinned.
+On the CPU platform torch's allocator stands in for device memory. The pool does not use it there, so that
+host memory is counted separately (see :meth:`CpuPlatform.empty_pinned`).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def host_memory_free() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Restart the peak, if the system allows it. Otherwise it stays the peak since the process started."""
+    """Reset the peak resident set, if the system allows it; else it stays the peak since process start."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
         control.write("5")  # proc(5): 5 resets VmHWM to the current resident set
 
@@ -104,14 +103,14 @@ _platform: Callable[[], Platform]
 
 
 def pin_with(platform: Callable[[], Platform]) -> None:
-    """Set the function that returns the pinning platform. It is injected because platforms use the pool."""
+    """Set the function that returns the platform that pins memory; passed in to avoid a circular import."""
     global _platform
     _platform = platform
 
 
 @dataclass(frozen=True)
 class HostFigures:
-    """Bytes of a pool."""
+    """Byte counts of a pool."""
 
     in_use: int
     """Bytes of buffers that are taken and not given back."""
@@ -125,7 +124,7 @@ class HostBuffer:
     """Host memory taken from a pool.
 
     Attributes:
-        tensor: uint8 ``[nbytes]``, of the requested length.
+        tensor: uint8 ``[nbytes]`` with the requested number of bytes.
     """
 
     def __init__(self, pool: HostPool, whole: torch.Tensor, nbytes: int) -> None:
@@ -190,7 +189,7 @@ class HostPool:
         return HostBuffer(self, whole, nbytes)
 
     def keep(self, nbytes: int, owner: object) -> torch.Tensor:
-        """Return bytes that count as in use while ``owner`` lives, and are never reused.
+        """Allocate bytes that are never reused, and count as in use while ``owner`` lives.
 
         Args:
             nbytes: number of bytes.
@@ -256,8 +255,8 @@ class HostPool:
 def upload(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a small tensor from the host to a device on its current stream, without blocking.
 
-    The copy uses pinned memory. Without it NPUs copy only when all work on the stream is done, and CUDA
-    stages the copy in a buffer.
+    The copy uses pinned memory. From pageable memory, an NPU copies only when all work on the stream is done,
+    and CUDA copies through a staging buffer.
 
     Args:
         numbers: tensor on the host, or already on the device.
@@ -276,7 +275,7 @@ def download(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying a small tensor from a device to the host.
 
     Args:
-        numbers: tensor that no other stream may change before the result is called.
+        numbers: device tensor. No other stream may change it before the returned function is called.
 
     Returns:
         Function that waits for the copy, but not for later work, and returns the host tensor.
@@ -296,7 +295,7 @@ def download(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def tensor_on(pages: mmap.mmap) -> torch.Tensor:
-    """Return uint8 ``[len(pages)]`` over system pages. The pages live as long as the tensor's storage."""
+    """Return a uint8 tensor ``[len(pages)]`` on system pages, mapped while the tensor's storage lives."""
     import torch
 
     return torch.frombuffer(pages, dtype=torch.uint8)
@@ -318,11 +317,11 @@ def _pinned(tensor: torch.Tensor) -> int:
 
 
 def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | None = None) -> None:
-    """Refuse a demand for pinned host memory that the host cannot serve, before training starts.
+    """Raise before training starts if the host has too little memory for the requested pinned memory.
 
-    Each process checks for itself, before or after others have allocated. The demand of all processes is
-    therefore compared with the memory that was free when this process started, and its own demand with the
-    memory free now.
+    Each process calls this separately, and other processes may already have allocated. Therefore the sum over
+    all processes is compared with the memory that was free when this process started, and the process's own
+    request with the memory that is free now.
 
     Args:
         nbytes: pinned memory that this process is going to need.

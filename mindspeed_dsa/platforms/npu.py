@@ -101,7 +101,7 @@ class NpuPlatform(CudaPlatform):
         return torch.ones(mapped.shape, dtype=mapped.dtype, device=mapped.device).mul_(mapped).cpu()
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
-        """Write by multiplication with ones, because swapped memory cannot be the destination of a copy."""
+        """Write with a multiplication kernel, because swapped memory cannot be the destination of a copy."""
         mapped.fill_(1).mul_(values.to(mapped.device))
 
 
@@ -150,7 +150,7 @@ class Variable:
     accepts: Callable[[str], bool] = lambda value: False
 
     def said_of(self, value: str | None) -> str:
-        """Return the value, with the recommendation if it differs.
+        """Return a text with the value, and with the recommendation if that differs.
 
         Args:
             value: current value, ``None`` if not set.

@@ -1,8 +1,8 @@
 """Operators of torch_npu that this package calls, with the first releases that have them, and product limits.
 
-First releases are named after torch_npu's branches (op-plugin's branches have the same names), with the CANN
-release that the vendor's table pairs with each. Tests compare them with the schemas in published wheels.
-Limits that differ between Ascend products are from the operators' manuals. Importing this does not import
+A release is given as torch_npu's branch (op-plugin's branches have the same names) and the CANN release that
+the vendor's table pairs with it. Tests compare the operators with the schemas in published wheels. Limits
+that differ between Ascend products are from the operators' manuals. Importing this module does not import
 torch.
 """
 

@@ -67,7 +67,7 @@ def compatible(release: Release) -> tuple[str, ...]:
 
 
 def release_of(torch_npu: str) -> Release | None:
-    """Return the release that a wheel belongs to, or ``None`` if no release supports its torch.
+    """Return the vendor's release that a torch_npu wheel belongs to, or ``None`` if its torch is unsupported.
 
     A wheel whose version is between two releases is a patch of the older one.
     """
@@ -108,7 +108,7 @@ def cann_here() -> str:
 
 
 def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) -> Iterator[Finding]:
-    """Yield the first mismatch between torch, torch_npu and CANN; nothing if the tables do not decide.
+    """Yield the first mismatch between torch, torch_npu and CANN; nothing if the tables lack the releases.
 
     Args:
         torch: release of torch, ``None`` if unknown.
