@@ -1,7 +1,7 @@
 """Declaration of environment checks: variables, limits, and disk or memory space that a job needs.
 
-A check reports nothing if it does not apply, and nothing without a source that states it. A wrong warning
-costs more trust than a missing one.
+A check reports only problems that a document or source code confirms, because a wrong warning costs more
+trust than a missing one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Finding:
 
     Attributes:
         level: severity.
-        who: variable, flag or limit, with its value.
-        what: effect, with the reason.
-        do: remedy, as a command if there is one.
+        who: variable, flag or limit that causes the problem, with its value.
+        what: effect on the job, with the reason.
+        do: remedy, as a command if possible.
     """
 
     level: Level
@@ -142,12 +142,12 @@ class Surroundings:
         return self.variables.get(name, "")
 
     def is_set(self, name: str) -> bool:
-        """Return whether a variable is set to a true value, in any spelling."""
+        """Return whether a variable is set to a true value such as ``1``, ``true`` or ``on``."""
         return self.variable(name).strip().lower() in ("1", "true", "yes", "on", "y")
 
     @property
     def hidden(self) -> str:
-        """Communication that is hidden behind computation, as the object of a sentence."""
+        """Communication that the job hides behind computation, as text for a message."""
         shown = ", ".join(self.overlaps[:3])
         more = len(self.overlaps) - 3
         return f"{shown} and {more} more" if more > 0 else shown
@@ -159,15 +159,15 @@ class EnvironmentCheck:
 
     Attributes:
         name: kebab-case identity, as reports print it.
-        subject: variables, limits or files that it reads.
-        when: condition that it reports and the consequence, in words.
+        subject: variables, limits or files that the check reads.
+        when: reported condition and its consequence, in words.
         source: document or code that states the consequence.
-        levels: levels that its findings may have.
+        levels: possible levels of the findings.
         find: function that yields the findings.
-        platforms: platforms that it applies to.
-        per_node: whether it is about a node rather than the job, and runs on every node.
-        early: whether it is about installed software. It then also runs before process groups are created,
-            and without a job.
+        platforms: platforms that the check applies to.
+        per_node: whether the check runs on every node, not only on rank 0.
+        early: whether the check is about installed software. It then also runs before process groups are
+            created, and without a job.
         stops: whether an error that it finds ends the job before process groups are created.
     """
 

@@ -1,4 +1,4 @@
-"""Feature declaration: everything about one switch that needs no torch."""
+"""Declarations of features, flags and requirements. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Flag:
         megatron: whether the flag belongs to Megatron. It is read from argv, environment and API to decide
             which features are on, and is never added to a parser.
         field: whether the value is a field of the model's configuration, for which some Megatron releases
-            have their own flag. Parsers get only the spellings that they lack, and the job's arguments decide
-            if the settings leave it open.
+            have their own flag. Only spellings that a parser lacks are added. Without an explicit setting,
+            the value in the job's arguments counts.
         negations: further spellings of ``--no-name``.
     """
 
@@ -120,7 +120,7 @@ def _switch_is_on(name: str) -> Callable[[Any], bool]:
 class Feature:
     """One switchable change to Megatron.
 
-    Callables get the settings, with attribute access by ``dest`` and ``platform``.
+    Functions below get the settings: a namespace with one attribute per flag (its ``dest``) and ``platform``.
 
     Attributes:
         name: kebab-case identity, as doctor and the documentation print it.
@@ -128,7 +128,7 @@ class Feature:
         flags: flags of the feature, the first one being its switch unless ``active`` decides. Megatron's
             flags that ``active`` or ``check`` read are listed too.
         patches: patches for the engine.
-        rows: function that selects from ``patches`` for the settings; by default all apply.
+        rows: function from the settings to the patches to apply; by default all of ``patches``.
         requires, conflicts: requirements and conflicts, checked before anything is modified.
         active: function that decides from the settings whether the feature is on; by default: the first flag
             is true.
@@ -146,8 +146,8 @@ class Feature:
         on_finalize: lazy ``"module:function"``, called with the feature's context right before the model is
             built, after all patches are verified.
         when: condition under which a feature without its own switch is on, in words.
-        supplies: names of features that this backport, or hook into newer releases, provides in the releases
-            that it serves. Doctor and the compatibility table show them.
+        supplies: names of features whose effect this feature (a backport, or hooks into newer releases) also
+            provides. Doctor and the compatibility table show them.
         overlaps: communication that the feature hides behind computation, in words, for example "the gather
             of weights". Environment checks look for settings that prevent the overlap.
         environment: environment checks of this feature.
@@ -176,7 +176,7 @@ class Feature:
 
     @property
     def label(self) -> str:
-        """Name for messages, including the plug-in that a user may have to report to."""
+        """Feature's name for messages, with the plug-in that ships it."""
         return f"{self.name} (plug-in {self.distribution})" if self.distribution else self.name
 
     def problems(self, args: Any) -> list[str]:
@@ -230,10 +230,10 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Megatron:
-    """Accessor of Megatron's modules in the package that replaces ``megatron`` in this session.
+    """Importer of Megatron's modules under the root package of this session.
 
-    Implementations must use it instead of ``import megatron``, which would load a second Megatron, or none,
-    in a fork with another root package.
+    Implementations must use it instead of ``import megatron``. In a fork with another root package, that
+    import would load a second Megatron or fail.
 
     Attributes:
         root: top-level package, ``corp_megatron`` in a fork.

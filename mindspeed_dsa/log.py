@@ -54,7 +54,7 @@ class Log(_Adapter):
 
 
 class RankFilter(logging.Filter):
-    """Passes a record if its ``ranks`` include this process, and a ``once`` record only the first time."""
+    """Filter by rank: passes records for this rank, and each ``once`` record only the first time."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ranks: Ranks = getattr(record, "ranks", "first")
@@ -99,7 +99,7 @@ def is_first_rank() -> bool:
 
 
 def _is_first_of_stage(megatron_root: str) -> bool:
-    """Return whether this rank logs for its pipeline stage. Stages hold different layers."""
+    """Return whether this is the first rank of its pipeline stage, which logs for the stage."""
     # Looked up instead of imported, so that logging never imports torch.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -1,7 +1,7 @@
 """One-line entry point: ``import mindspeed_dsa.megatron_adaptor`` at the top of a training script.
 
-Reads environment and command line, and arms the patches of every feature that they switch on. It works before
-or after Megatron is imported, and changes nothing if no feature is on.
+The import reads environment and command line, and applies the patches of every feature that they switch on.
+Megatron may be imported before or after it. Nothing is changed if no feature is on.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Stable public names for replaying a rollout's key selections in training.
+"""Public API for replaying a rollout's key selections in training.
 
-``decode`` reads an inference engine's record, and ``hand_over_requests`` passes it to the job with each
-microbatch; see docs/hosts/dsa-in-rl.md. Recordings in files are described in
+``decode`` reads the selections recorded by an inference engine, and ``hand_over_requests`` passes them to the
+job with each microbatch; see docs/hosts/dsa-in-rl.md. Recordings in files are described in
 docs/features/dsa-recorded-selections.md.
 """
 

@@ -1,4 +1,4 @@
-"""Resolution of flags from API call, environment, command line or default, and the origin of each value."""
+"""Resolution of flags: values from API calls, environment, command line and defaults, with their origin."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of one switch, with its origin."""
+    """Value of one flag, with its origin (API, environment, command line or default)."""
 
     value: Any
     source: str
@@ -83,7 +83,7 @@ class Setting:
 
     @property
     def who(self) -> str:
-        """Origin for doctor: ``environment (MINDSPEED_DSA_X=1)``."""
+        """Origin as text, for example ``environment (MINDSPEED_DSA_X=1)``."""
         return f"{self.source} ({self.detail})" if self.detail else self.source
 
 
@@ -134,7 +134,7 @@ def read(
     unavailable: Sequence[str] = (),
     fork: str | None = None,
 ) -> Settings:
-    """Resolve every flag: API before environment before command line before default.
+    """Resolve every flag. The API overrides the environment, which overrides the command line.
 
     Args:
         flags: all known flags, including Megatron's own flags that features read.
@@ -375,7 +375,7 @@ def _removed(api: Mapping[str, Any], environ: Mapping[str, str], argv: Sequence[
 
 
 def way_out(names: Iterable[str]) -> list[str]:
-    """Return the replacement of each removed flag among ``names``, given with or without dashes."""
+    """Return a message with the replacement for each removed flag in ``names`` (with or without dashes)."""
     flags = [name if name.startswith("--") else f"--{name}" for name in names]
     return [f"{flag} was removed: {REMOVED[flag]}" for flag in flags if flag in REMOVED]
 

@@ -1,4 +1,4 @@
-"""Stable public names of DeepSeek Sparse Attention for Hugging Face's transformers.
+"""Public API for DeepSeek Sparse Attention in Hugging Face's transformers.
 
 ``apply_dsa(model)`` converts a model; see docs/hosts/transformers.md. Importing this module imports torch but
 not transformers.

@@ -1,4 +1,4 @@
-"""Stable public names for loading released weights in a custom training loop.
+"""Public API for loading released weights in a custom training loop.
 
 See docs/features/load-hf.md, and docs/weights.md for the command ``python -m mindspeed_dsa weights``.
 """
