@@ -1,7 +1,7 @@
-"""TorchTitan integration: its models' sparse attention, norms, permutation and experts on our operators.
+"""Integration into TorchTitan: converters that make its models use our sparse attention, norms and experts.
 
-TorchTitan has had two converter mechanisms, and this package offers the one of the installed release. See
-docs/hosts/torchtitan.md.
+TorchTitan's mechanism for converters differs between releases; this package provides the one of the installed
+release. See docs/hosts/torchtitan.md.
 
 * :data:`BY_MODEL`: converters of built models, named in ``[model] converters``. Importing this package
   registers them, which ``[experimental] custom_import`` does.
@@ -27,7 +27,7 @@ BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.1,<0.3"), SpecifierSet(">=0.3,<0.4")
 
 
 def _served(releases: SpecifierSet, part: str) -> bool:
-    """Return whether the installed TorchTitan is one of these releases, or a checkout with the mechanism."""
+    """Return whether TorchTitan has the module ``part`` and is one of ``releases``, or a checkout."""
     try:
         release = version("torchtitan")
     except PackageNotFoundError:
@@ -50,7 +50,8 @@ if _served(BY_CONFIG, "torchtitan.config.override"):
         Args:
             model: model's configuration, changed in place because the trainer already holds it.
             names: names of converters, in the order in which they are applied.
-            rows_per_step: tokens of an optimizer step on all ranks; the indexer's loss is a mean over them.
+            rows_per_step: number of tokens of an optimizer step on all ranks, over which the indexer's loss
+                is averaged.
             **options: options of sparse attention, see :class:`SparseOptions`.
         """
         convert_in_place(model, names, rows_per_step, **options)

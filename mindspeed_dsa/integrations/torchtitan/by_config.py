@@ -1,4 +1,4 @@
-"""Converters for TorchTitan 0.3, which replace nodes of the model's configuration before anything is built.
+"""Converters for TorchTitan 0.3, which edit the model's configuration before the model is built.
 
 :data:`CLASSES` are for ``model_registry(..., converters=[...])`` of a ``config_registry``. :func:`converters`
 does the same from the command line, through ``--override.imports``.
@@ -65,7 +65,7 @@ class Indexer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Configurations of its projections and of the key's norm."""
+        """Configurations of the indexer's projections and of the key's norm."""
 
         wq_b: Linear.Config
         wk: Linear.Config
@@ -80,7 +80,7 @@ class Indexer(Module):
         self.weights_proj = config.weights_proj.build()
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialise from separate random numbers, which leaves the model's other weights unchanged."""
+        """Initialise the indexer with its own seed, so that the model's other weights do not change."""
         with own_random_numbers(self.wk.weight.device):
             super().init_states(buffer_device=buffer_device)
 
@@ -117,7 +117,7 @@ class SparseAttention(LatentAttention):
         self._core = Attention(config.options, config.rows or 1, None)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelise as TorchTitan does, and store the group of ranks with the other heads."""
+        """Parallelise as TorchTitan does, and store the tensor parallel group."""
         if parallel_dims.cp_enabled:
             raise across_ranks(parallel_dims.cp)
         super().parallelize(parallel_dims)
@@ -126,7 +126,7 @@ class SparseAttention(LatentAttention):
             self._core = self._core._replace(tensor=mesh.get_group())
 
     def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:
-        """Attend, with the arguments of the replaced class. Masks are derived from the positions."""
+        """Run sparse attention; arguments as in the base class. Masks are derived from ``positions``."""
         if self.q_lora_rank == 0:
             query_input = x
             query = self.wq(x)
@@ -181,10 +181,10 @@ class SparseAttention(LatentAttention):
 def sparse(
     attention: LatentAttention.Config, options: SparseOptions, rows: int | None
 ) -> SparseAttention.Config:
-    """Return the configuration of sparse attention with a dense attention's projections.
+    """Return a configuration of sparse attention that keeps the projections of a dense attention.
 
     The indexer is initialised like the attention's first key projection, and is replicated on every tensor
-    parallel rank. Each rank computes its whole gradient, so the gradient is not reduced over them.
+    parallel rank. Each rank computes the indexer's full gradient, so it is not reduced over these ranks.
     """
     options.check(attention.qk_rope_head_dim)
     if type(attention.wkv_b) is not Linear.Config:
@@ -226,7 +226,7 @@ def sparse(
 
 
 def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | None]) -> int:
-    """Replace all configurations of a kind in the model, and return their number.
+    """Replace all configurations of class ``kind`` in the model, and return the number of replacements.
 
     Args:
         model: model's configuration.
@@ -249,7 +249,7 @@ def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | Non
 
 
 class Sparse(ModelConfigConverter):
-    """Converter ``npu_dsa``."""
+    """Converter ``npu_dsa``: replaces latent attention by sparse attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -269,7 +269,7 @@ class Sparse(ModelConfigConverter):
 
         Args:
             model: model's configuration, changed in place.
-            rows: tokens of a step; ``None`` if they are set later.
+            rows: number of tokens per step; ``None`` if it is set later.
         """
         check_device("npu_dsa", device_type)
         replaced = _replace(model, LatentAttention.Config, lambda _, each: sparse(each, self.options, rows))
@@ -278,7 +278,7 @@ class Sparse(ModelConfigConverter):
 
 
 def _told_of_the_step(model: Any) -> Any:
-    """Return a configuration that passes the trainer's step size to the sparse attentions."""
+    """Return a subclassed configuration that sets the number of tokens per step in all sparse attentions."""
     kind = type(model)
 
     @dataclass(kw_only=True, slots=True)
@@ -295,7 +295,7 @@ def _told_of_the_step(model: Any) -> Any:
 
 
 def _rows_of(config: Any) -> int:
-    """Return the tokens of a step on all ranks, from a trainer's configuration."""
+    """Return the number of tokens per step on all ranks, computed from a trainer's configuration."""
     training, parallelism = config.training, config.parallelism
     world = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = ("tensor", "pipeline", "context")
@@ -312,7 +312,7 @@ def _rows_of(config: Any) -> int:
 
 
 class Norms(ModelConfigConverter):
-    """Converter ``npu_rms_norm``."""
+    """Converter ``npu_rms_norm``: replaces RMSNorm by our operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -333,7 +333,7 @@ class Norms(ModelConfigConverter):
 
 
 class Experts(ModelConfigConverter):
-    """Converter ``npu_gmm``."""
+    """Converter ``npu_gmm``: computes experts with our grouped matmul."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -356,7 +356,7 @@ class Experts(ModelConfigConverter):
 
 
 class Permutation(ModelConfigConverter):
-    """Converter ``npu_permute``."""
+    """Converter ``npu_permute``: permutes tokens of experts with our operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):

@@ -1,8 +1,9 @@
-"""Converters for TorchTitan 0.2, which replace layers of a model on the meta device.
+"""Converters for TorchTitan 0.2, which replace layers of the built model while it is on the meta device.
 
-``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and
-``[model] converters`` names them. The section ``[dsa]`` has the options of sparse attention; it is added by
-``[job] custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"``.
+``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers the converters, and
+``[model] converters`` lists those to apply. ``[job] custom_config_module =
+"mindspeed_dsa.integrations.torchtitan.by_model"`` adds the section ``[dsa]`` with the options of sparse
+attention.
 
 TorchTitan reads the types of fields from annotations, so annotations in this module must not be strings.
 """
@@ -42,7 +43,7 @@ from torchtitan.tools.utils import device_type
 
 @dataclass
 class JobConfig:
-    """Section with the options of ``npu_dsa`` that ``custom_config_module`` adds to a job's configuration."""
+    """Fields added to TorchTitan's job configuration: section ``[dsa]``, the options of ``npu_dsa``."""
 
     dsa: SparseOptions = field(default_factory=SparseOptions)
 
@@ -61,7 +62,7 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(hidden, options.index_heads, bias=False)
 
     def init_weights(self) -> None:
-        """Initialise from separate random numbers, which leaves the model's other weights unchanged."""
+        """Initialise the indexer with its own seed, so that the model's other weights do not change."""
         with own_random_numbers(self.wk.weight.device):
             for layer in (self.wq_b, self.wk, self.weights_proj):
                 trunc_normal_(layer.weight, mean=0.0, std=0.02)
@@ -77,7 +78,7 @@ class SparseAttention(deepseek_v3.Attention):
     _core: Attention
 
     def take(self, core: Attention, mesh: Any) -> None:
-        """Add the indexer and the core attention to an object whose class was just changed to this one.
+        """Add indexer and core attention to a dense attention whose ``__class__`` was set to this class.
 
         Args:
             core: layer's core attention.
@@ -98,7 +99,7 @@ class SparseAttention(deepseek_v3.Attention):
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
-        """Attend, with the arguments of the replaced class."""
+        """Run sparse attention; arguments as in the base class."""
         if self.q_lora_rank == 0:
             query_input = x
             query = self.wq(x)
@@ -151,7 +152,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class GroupedMatmulExperts(GroupedExperts):
-    """TorchTitan's experts with grouped matmuls by our operator, on every kind of device.
+    """TorchTitan's experts, computed with our grouped matmul on every kind of device.
 
     With expert parallelism TorchTitan pads each expert's tokens for its own kernel. Rows after the last
     expert's tokens are zeros and stay zeros.
@@ -168,10 +169,10 @@ class GroupedMatmulExperts(GroupedExperts):
 
 
 class PermutingMoE(MoE):
-    """TorchTitan's mixture of experts with token permutation by our operator."""
+    """TorchTitan's MoE layer, with our operator for token permutation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the router's experts to each token of ``[batch, rows, dim]``."""
+        """Apply router and experts to ``[batch, rows, dim]``; returns the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
         scores, expert_ids, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
@@ -190,7 +191,7 @@ class PermutingMoE(MoE):
 
 
 class Converter:
-    """Converter of one kind of layer; base of the classes that :func:`register` registers."""
+    """Base class of the converters below, each of which replaces one kind of layer."""
 
     name = ""
     wanted = ""
@@ -206,7 +207,7 @@ class Converter:
             raise nothing_found(self.name, model, self.wanted)
 
     def replaces(self, name: str, module: nn.Module) -> bool:
-        """Change the module's class if it is of the right kind, and return whether it was."""
+        """Replace the module if this converter applies to it, and return whether it does."""
         raise NotImplementedError
 
     def post_optimizer_hook(self, model: Any) -> None:
@@ -214,7 +215,7 @@ class Converter:
 
 
 class Sparse(Converter):
-    """Converter ``npu_dsa``."""
+    """Converter ``npu_dsa``: replaces latent attention by sparse attention."""
 
     name, wanted = "npu_dsa", "latent attention (deepseek_v3's Attention)"
 
@@ -258,7 +259,7 @@ class Sparse(Converter):
 
 
 class Norms(Converter):
-    """Converter ``npu_rms_norm``."""
+    """Converter ``npu_rms_norm``: replaces RMSNorm by our operator."""
 
     name, wanted = "npu_rms_norm", "RMSNorm with a weight"
 
@@ -270,7 +271,7 @@ class Norms(Converter):
 
 
 class Experts(Converter):
-    """Converter ``npu_gmm``."""
+    """Converter ``npu_gmm``: computes experts with our grouped matmul."""
 
     name, wanted = "npu_gmm", "grouped experts (a mixture of experts)"
 
@@ -284,7 +285,7 @@ class Experts(Converter):
 
 
 class Permutation(Converter):
-    """Converter ``npu_permute``."""
+    """Converter ``npu_permute``: permutes tokens of experts with our operator."""
 
     name, wanted = "npu_permute", "mixture of experts"
 
@@ -320,7 +321,7 @@ def _is_ours(name: str) -> bool:
 
 
 def register() -> None:
-    """Register every converter under both of its names. Call once per process."""
+    """Register every converter under its name with and without ``npu_``. Call once per process."""
     for npu, neutral in CONVERTERS.items():
         for name in (npu, neutral):
             register_model_converter(CLASSES[neutral], name)

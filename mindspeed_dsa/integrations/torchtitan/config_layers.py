@@ -1,4 +1,4 @@
-"""Norms, experts and dispatchers of TorchTitan 0.3 on our operators, with their configurations."""
+"""Norms, experts and token dispatchers for TorchTitan 0.3 that use our operators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class GroupedMatmulExperts(GroupedExperts):
-    """TorchTitan's experts with grouped matmuls by our operator."""
+    """TorchTitan's experts, computed with our grouped matmul."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -47,7 +47,7 @@ class GroupedMatmulExperts(GroupedExperts):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedMetadata:
-    """Metadata of a dispatch that its combine needs."""
+    """Data that a dispatch keeps for the combine."""
 
     routed: Routed
     exchanged: Any
@@ -103,7 +103,7 @@ class PermutingExchange(AllToAllTokenDispatcher):
         return gather_back(routed_output_RD, metadata.routed)
 
     def _back_from_ranks(self, rows: Tensor, exchanged: Any) -> Tensor:
-        """Return the outputs of all ranks' experts for this rank's tokens, in the order of the dispatch."""
+        """Return expert outputs to the tokens' ranks by all-to-all, in the order in which they were sent."""
         assert self.ep_mesh is not None
         with maybe_set_sparse_mesh():
             mesh = current_spmd_mesh() if get_spmd_backend() == "spmd_types" else self.ep_mesh

@@ -1,7 +1,7 @@
 """Sparse attention in place of dense latent attention, shared by all TorchTitan releases.
 
-Works on tensors: queries and latent keys as the model's own layers project them. If layers are parallelised
-by DTensors, the operators get their local parts.
+The functions take queries and latent keys projected by the model's own layers. If these are DTensors, our
+operators get the local tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Projected(NamedTuple):
-    """Projections of a latent attention, for this rank's heads."""
+    """Queries and latent keys of a layer, for this rank's heads."""
 
     query: Tensor
     """``[batch, rows, heads, nope + rope]``, rotated."""
@@ -40,7 +40,7 @@ class Projected(NamedTuple):
 
 
 class IndexOperands(NamedTuple):
-    """Indexer's projections: all heads, on every tensor parallel rank."""
+    """Indexer's queries, keys and weights; all heads are on every tensor parallel rank."""
 
     query: Tensor
     """``[batch, rows, index_heads, index_dim]``."""
@@ -85,7 +85,8 @@ def local(x: Tensor, shared: bool = False) -> Tensor:
 
     Args:
         x: any tensor.
-        shared: whether, for replicated tensors, each rank computes only a part of the gradient.
+        shared: whether each rank computes only a part of a replicated tensor's gradient, so that gradients
+            are summed.
     """
     if not isinstance(x, DTensor):
         return x
@@ -96,7 +97,7 @@ def local(x: Tensor, shared: bool = False) -> Tensor:
 
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed the generators inside the block, and restore their state afterwards."""
+    """Run the block with newly seeded random generators, and restore the generators' state afterwards."""
     # The seed is the next number of the device's generator. Ranks with equal generators therefore use equal
     # seeds, and each layer uses a different one. fork_rng always saves the CPU generator; `devices` are
     # additional ones.
@@ -114,7 +115,7 @@ def document_starts(positions: Tensor) -> Tensor:
 
 
 class Attention(NamedTuple):
-    """Sparse attention of a layer."""
+    """Core attention of a layer with sparse attention."""
 
     options: SparseOptions
     rows: int
@@ -187,7 +188,7 @@ class Attention(NamedTuple):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on the output. Backward gives the loss a constant gradient, independent of the output's."""
+    """Return the output unchanged; backward also starts the loss's backward, with a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms and experts on our operators as functions of tensors, shared by all TorchTitan releases."""
+"""Norm, grouped matmul and permutation functions on our operators, shared by all TorchTitan releases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group's rows by its matrix, like ``torch._grouped_mm``.
+    """Multiply the rows of each group by the group's matrix, like ``torch._grouped_mm``.
 
     Args:
         rows: ``[rows, in]``.
@@ -53,7 +53,7 @@ def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class Routed(NamedTuple):
-    """Permuted tokens of the experts, with the data for the reverse permutation."""
+    """Tokens sorted by expert, with the data for the reverse permutation."""
 
     rows: Tensor
     """``[tokens * topk, dim]``: sorted by expert, and by token within each expert."""

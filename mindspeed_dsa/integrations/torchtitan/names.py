@@ -1,6 +1,6 @@
-"""Converter names, options of sparse attention, and errors, shared by all TorchTitan releases.
+"""Converter names, options of sparse attention, and error messages, shared by all TorchTitan releases.
 
-Imports nothing of TorchTitan.
+Does not import TorchTitan.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEVICES = ("cpu", "cuda", "npu")
 
 
 def resolve(names: Iterable[str], *, what: str) -> tuple[str, ...]:
-    """Return the device-neutral names, in the given order.
+    """Return the converter names without ``npu_``, in the given order.
 
     Args:
         names: names with or without ``npu_``.
-        what: setting that has the names, for the error.
+        what: name of the setting that lists the converters, for the error.
 
     Raises:
         ValueError: a name is unknown, or a converter is named twice.
@@ -51,7 +51,7 @@ def unknown(name: str, what: str, others: Iterable[str] = ()) -> str:
 
     Args:
         name: name as the user wrote it.
-        what: setting that has the name.
+        what: name of the setting that lists the converter.
         others: names of registered converters that are not ours.
     """
     ours = [f"{npu} or {neutral}" for npu, neutral in CONVERTERS.items()]
@@ -126,7 +126,7 @@ class SparseOptions:
         """Raise one ``ValueError`` that names every invalid option.
 
         Args:
-            rope_dim: rotary dimensions of the model's heads, which the indexer's heads share.
+            rope_dim: number of rotary dimensions of the model's heads, which the indexer's heads use too.
         """
         wrong = [
             f"{name} is {value}, and has to be at least 1"
@@ -161,13 +161,14 @@ def options_of(given: dict[str, Any]) -> SparseOptions:
 
 
 def rows_of_a_step(sequences: int, local: int, length: int, ranks: int) -> int:
-    """Return the tokens of a step on all ranks, over which losses are averaged.
+    """Return the number of tokens per step on all ranks, over which losses are averaged.
 
     Args:
-        sequences: sequences of a step on all ranks; negative means ``local`` on each data parallel rank.
-        local: sequences of one rank and pass.
-        length: tokens of a sequence.
-        ranks: number of ranks with different data.
+        sequences: number of sequences per step on all ranks (``global_batch_size``); negative means ``local``
+            on each data parallel rank.
+        local: number of sequences per rank and forward pass (``local_batch_size``).
+        length: number of tokens per sequence.
+        ranks: number of data parallel ranks.
     """
     # 256 sequences of 4096 tokens: 1,048,576 tokens in a step.
     return (sequences if sequences > 0 else local * ranks) * length

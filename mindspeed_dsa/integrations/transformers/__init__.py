@@ -1,4 +1,4 @@
-"""Hugging Face transformers integration: attention and indexer of its DSA models on our operators.
+"""Integration into Hugging Face transformers: runs attention and indexer of DSA models with our operators.
 
 :func:`apply_dsa` converts models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers'
 registry of attention functions. See docs/hosts/transformers.md.
@@ -48,11 +48,11 @@ def apply_dsa(
     backend: str = "auto",
     loss_coefficient: float | None = None,
 ) -> InUse:
-    """Let a transformers model select keys, attend and compute its indexer loss with our operators.
+    """Run a transformers model's key selection, attention and indexer loss with our operators.
 
-    Weights, configuration, caches and all code outside of the attention layers stay unchanged. The exception
-    are experts on NPUs that run by transformers' default ``grouped_mm``: torch_npu has no kernel for it, so
-    they use our grouped matmul.
+    Weights, configuration, caches and all code outside of the attention layers stay unchanged. There is one
+    exception: experts that use transformers' default ``grouped_mm`` on an NPU, for which torch_npu has no
+    kernel, use our grouped matmul.
 
     Args:
         model: transformers model of type ``deepseek_v32`` or ``glm_moe_dsa``, or a module that contains one,
@@ -94,7 +94,7 @@ use = apply_dsa
 
 
 class InUse:
-    """Use of our operators by a model, until :meth:`undo`."""
+    """Handle of a model that uses our operators: stage and losses, and :meth:`undo`."""
 
     def __init__(self, model: Any, family: Family, attentions: list[Any], losses: Losses) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -219,7 +219,7 @@ class InUse:
         return self._connect(decoder, output)
 
     def _connect(self, module: nn.Module, output: Any) -> Any:
-        """Connect the losses to the first tensor of a model's output."""
+        """Connect the losses to the first tensor of a model's output; see ``loss_graph.py``."""
         first, losses = connect(module, output[0], list(self._losses.found.values()))
         self._losses.found = dict(zip(self._losses.found, losses, strict=True))
         if isinstance(output, tuple):
@@ -249,5 +249,5 @@ class InUse:
 
 
 def _slot(indexer: nn.Module) -> str:
-    """Return the attribute with an indexer's forward; accelerate moves it to ``_old_forward``."""
+    """Return the name of the attribute to patch: ``forward``, or ``_old_forward`` if accelerate wraps it."""
     return "_old_forward" if "_old_forward" in vars(indexer) else "forward"

@@ -1,4 +1,4 @@
-"""Checks of :func:`apply_dsa`: transformers release, model and device."""
+"""Checks that :func:`apply_dsa` runs: transformers release, model and device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Family:
     Attributes:
         module: transformers module that defines the classes.
         prefix: prefix of the class names.
-        rotate: name of the module's function that is the indexer's rotary embedding.
+        rotate: name of the module's function that applies the indexer's rotary embedding.
     """
 
     module: str
@@ -60,7 +60,7 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
 
     Raises:
         ImportError: transformers is missing or of another release.
-        ValueError: it contains no supported model, or several models.
+        ValueError: ``model`` contains no supported model, or several.
     """
     _check_release()
     from transformers import PreTrainedModel
@@ -188,16 +188,16 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
 
 
 def _splits_heads(model: Any) -> bool:
-    """Return whether attention heads are split over tensor parallel ranks; a plan may split only experts."""
+    """Return whether the tensor parallel plan splits attention heads, not only experts."""
     rules = getattr(model, "tp_plan", None) or {}
     return (getattr(model, "tp_size", None) or 1) > 1 and any(".self_attn." in rule for rule in rules)
 
 
 def check_indexer(model: Any, family: Family) -> None:
-    """Call the release's indexer as its attention does, on meta tensors.
+    """Check the interface of transformers' indexer by calling it on meta tensors, as the attention does.
 
     Raises:
-        ImportError: it does not return only indices, as our replacement does.
+        ImportError: the indexer returns anything but indices, so that our replacement would not fit.
     """
     config, rows = model.config, (1, 2)
     kind = family.named(f"{family.prefix}Indexer")

@@ -1,7 +1,7 @@
-"""Experts of transformers models on NPUs: permutation, grouped matmul and weighted sum by our operators.
+"""Experts of transformers models on NPUs, run with our permutation, grouped matmul and weighted sum.
 
-transformers' default, ``aten::_grouped_mm``, has no kernel in torch_npu, which copies the operands to the CPU
-and back. Its sort of expert indices runs on the device's few processor cores.
+transformers' default implementation calls ``aten::_grouped_mm``. torch_npu has no kernel for it, and computes
+it on the CPU with copies of the operands. The sort of expert indices also runs on the NPU's few CPU cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICES = ("npu",)
 
 
 def wants_experts_here(model: nn.Module) -> bool:
-    """Return whether a model's experts use the default implementation on a device without a kernel for it."""
+    """Return whether a model's experts use ``grouped_mm`` on a device that has no kernel for it."""
     # A model on the meta device counts too, because its final device is unknown. Each call then checks
     # again.
     config: Any = model.config
@@ -74,7 +74,7 @@ def run_experts(
 
 
 def _is_served(experts: Any, hidden_states: Tensor) -> bool:
-    """Return whether a layer is on a device that needs our operators, and uses only supported parts."""
+    """Return whether our operators are needed on the layer's device and support the layer."""
     others = ("has_bias", "is_transposed", "has_post_expert_norm")
     if hidden_states.device.type not in _DEVICES or any(getattr(experts, name, False) for name in others):
         return False

@@ -1,8 +1,7 @@
-"""Parts of a transformers attention layer on our operators: indexer, latent keys, attention.
+"""Replacements for parts of a transformers attention layer: indexer, ``expand_kv`` and attention function.
 
-The layer's own ``forward`` is kept: projections, rotary embedding, cache and output projection are
-transformers'. It calls the indexer, ``expand_kv`` and the attention registered as :data:`NAME`, which are
-implemented here.
+The layer's own ``forward`` is kept, with transformers' projections, rotary embedding and cache. It calls the
+indexer, ``expand_kv`` and the attention function registered as :data:`NAME`, which are implemented here.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Losses:
         coefficient: factor of the losses' sum in the model's loss; with 0 no loss is computed.
         backend: backend of the operators, see :data:`mindspeed_dsa.ops.dsa.BackendName`.
         found: losses of the last forward pass, by layer number.
-        collecting: whether a forward pass is running. Losses of layers that backward recomputes are not
+        collecting: whether a forward pass is running. Losses from recomputation in backward are not
             collected.
-        with_gradients: whether that pass was called with gradients enabled.
+        with_gradients: whether the forward pass was called with gradients enabled.
         model: transformers model that the layers belong to.
     """
 
@@ -67,13 +66,13 @@ class Layer(threading.local):
         losses: losses of the model.
         topk: number of selected keys per token.
         rotate: transformers' rotary embedding of the indexer's query and key.
-        operands: indexer's operands, from the indexer's call to the attention's.
-        scores: scores of the selected keys, from the indexer's call to the attention's.
+        operands: indexer's operands; stored by the indexer, used by the attention of the same call.
+        scores: scores of the selected keys; stored by the indexer, used by the attention of the same call.
         absorbed: whether keys stay latent in this call.
         rows: number of query tokens in this call.
-        loss: indexer loss, from the attention to the end of the decoder layer.
-        below: input of the decoder layer, if losses of layers below are connected to it and it has no
-            gradient of its own.
+        loss: indexer loss; stored by the attention, used at the end of the decoder layer.
+        below: decoder layer's input, if only losses of layers below get a gradient through it (see
+            ``loss_graph.py``).
     """
 
     losses: Losses
@@ -94,7 +93,7 @@ class Layer(threading.local):
         return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate)
 
     def trains(self, indexer: nn.Module) -> bool:
-        """Return whether this call computes a loss. A recomputation must get the same result."""
+        """Return whether this call computes a loss. Gives the same result in a recomputation."""
         wanted = self.losses.coefficient > 0 and indexer.training
         wanted = wanted and any(parameter.requires_grad for parameter in indexer.parameters())
         # A reentrant checkpoint runs the first forward with gradients disabled.
@@ -178,7 +177,7 @@ def select_keys(
 def project(
     indexer: Any, layer: Layer, hidden: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]
 ) -> IndexerOperands:
-    """Project the indexer's operands with its own layers, as its ``forward`` does."""
+    """Compute the indexer's queries, keys and weights as transformers' indexer does."""
     query = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     rope = indexer.qk_rope_head_dim
@@ -193,7 +192,7 @@ def project(
 
 
 def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep keys latent if attention is faster this way. Replaces ``expand_kv`` of transformers' layers.
+    """Expand keys and values per head, or keep them latent if attention is faster so. Replaces ``expand_kv``.
 
     Args:
         self: attention layer.
@@ -201,7 +200,8 @@ def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
         k_rot: ``[batch, 1, keys, qk_rope_head_dim]``.
 
     Returns:
-        Keys and values, ``[batch, heads, keys, dim]`` each, or twice ``[batch, 1, keys, latent + rope]``.
+        Keys and values, ``[batch, heads, keys, dim]`` each, or the same latent ``[batch, 1, keys, latent +
+            rope]`` for both.
     """
     layer: Layer = getattr(self, ATTRIBUTE)
     keys = kv_nope.shape[2]
@@ -306,7 +306,7 @@ def attend(
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if it is enabled, as it casts the operands of matmuls."""
+    """Cast tensors to autocast's dtype if autocast is enabled, as it does for matmuls."""
     kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -315,7 +315,7 @@ def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_plain(linear: Any) -> bool:
-    """Return whether a projection is only its weight: no adapter, no quantisation, no hook."""
+    """Return whether a projection has only a weight: no adapter, no quantisation, no hook."""
     if type(linear) is not nn.Linear:
         return False
     weight: Any = linear.weight

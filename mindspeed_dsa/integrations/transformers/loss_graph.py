@@ -1,14 +1,13 @@
-"""Connection of indexer losses to module outputs that require no gradient, such as frozen layers' outputs.
+"""Routing of indexer losses' backward through module outputs, so that backward hooks of FSDP2 run.
 
-An indexer's inputs are detached, and its loss reaches the model's loss without passing through the layers
-above. If the layer's output requires no gradient either, the loss's backward does not pass through that
-output. Module wrappers attach their backward hooks to the output: FSDP2 gathers weights there, so the loss's
-backward would find none.
+FSDP2 registers backward hooks on a module's output, and gathers the weights for backward there. An indexer's
+inputs are detached, and its loss is added to the model's loss directly. If the layer is frozen, its output
+requires no gradient, the hooks do not run, and the loss's backward finds no weights.
 
-The backward of each loss is therefore routed through the outputs of its attention, its layer and its model
-with a zero gradient, and from each layer to the layer below. Layers are thus gathered, reduced and resharded
-one by one. A module that receives a connected output computes on a detached copy, so that no frozen weight is
-in the graph.
+To *connect* a loss to an output means to make its backward pass through that output with a zero gradient.
+Each loss is connected to the outputs of its attention, its layer and the model, and each layer's output to
+the layer below. Layers are thus gathered, reduced and resharded one by one. The next module computes on a
+detached copy of a connected output, so that frozen weights do not enter the graph.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from mindspeed_dsa.ops.graph import passes_no_gradient, with_backward_of
 def connect(
     module: Any, output: Tensor, losses: list[Tensor], below: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Connect losses to an output, and the output to the output of the layer below.
+    """Connect losses to a module's output, and this output to the output of the layer below.
 
-    If the output has a gradient of its own, losses that are summed with the model's loss need no connection.
-    FSDP2 modules are connected anyway, because FSDP2 would reduce nothing if only the losses were
+    If the model's loss has a gradient for the output, the hooks run anyway, and losses need no connection.
+    For FSDP2 modules they are connected even then, so that FSDP2 also works if only the indexer losses are
     backpropagated.
 
     Args:
         module: module of the output.
         output: module's output.
         losses: losses of the indexers in the module.
-        below: module's input, if losses are connected to it and it has no gradient of its own.
+        below: module's input, if only connected losses get a gradient through it.
 
     Returns:
-        Output and losses.
+        Connected output and connected losses.
     """
     if output.requires_grad and not passes_no_gradient(output):
         # Let the backward of this output continue into the layer below, too.
@@ -59,7 +58,7 @@ def connect(
 
 
 def detach_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Detach the first input if it has no gradient of its own. Forward pre-hook."""
+    """Detach the first input if it is in the graph only for connected losses. Forward pre-hook."""
     if args and isinstance(args[0], Tensor) and passes_no_gradient(args[0]):
         return args[0].detach(), *args[1:]
     return None
@@ -68,7 +67,7 @@ def detach_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def enter_layer(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Detach a decoder layer's input in the same way, and keep the original for :func:`leave_layer`."""
+    """Like :func:`detach_input` for a decoder layer; keep the original input for :func:`leave_layer`."""
     layer: Layer = getattr(module, ATTRIBUTE)
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     layer.below = hidden if passes_no_gradient(hidden) else None
@@ -89,7 +88,7 @@ def leave_attention(module: Any, args: tuple[Any, ...], output: tuple[Any, ...])
 
 
 def leave_layer(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Connect the loss and the layer below to the layer's output, and record the loss. Forward hook."""
+    """Connect the loss and the layer's input to the layer's output, and record the loss. Forward hook."""
     layer: Layer = getattr(module, ATTRIBUTE)
     losses = [] if layer.loss is None else [layer.loss]
     out, *rest = output if isinstance(output, tuple) else (output,)

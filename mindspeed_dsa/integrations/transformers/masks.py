@@ -1,9 +1,9 @@
 """Attention masks of transformers as key ranges per token, without a buffer of size tokens x keys.
 
 Once per forward pass transformers calls the mask function that is registered for an attention implementation,
-and passes the result to every layer. Our mask is int32 ``[batch, 1, rows, width]``. Its last dimension holds,
-per query token, the first visible key, one past the last, and 1 for a token or 0 for padding. Its width is 0
-if there is no padding and all tokens are causal up to the last key.
+and passes the result to every layer. Our mask is int32 ``[batch, 1, rows, width]``, where ``rows`` are query
+tokens. Its last dimension holds the first visible key, one past the last visible key, and 1 for a token or 0
+for padding. The width is 0 instead of 3 for a plain causal mask without padding.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _are_tokens(tokens: Tensor, rows: int, first: Any) -> Tensor:
 
 
 class _Found(NamedTuple):
-    """Key ranges that query tokens see, with all of them as tokens, and whether the ranges have gaps."""
+    """Key ranges computed from a boolean mask. No query token counts as padding."""
 
     ranges: Tensor
     """``[batch, rows, 3]`` int32."""
@@ -186,7 +186,7 @@ class _Found(NamedTuple):
 
 
 def _told(*facts: Tensor) -> list[bool]:
-    """Copy scalar bool tensors to the host at once, so that it waits only once."""
+    """Copy scalar bool tensors to the host in one copy, so that the host waits only once."""
     return [bool(fact) for fact in torch.stack(facts).tolist()]
 
 
