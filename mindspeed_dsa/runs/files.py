@@ -238,7 +238,7 @@ def _text(path: Path) -> str | None:
 
 
 def _make_sole(path: Path, what: str) -> str:
-    """Create the file with this process's identity, unless another process holds it; return its content."""
+    """Create the ``.held`` file with this process's identity and return its content; raise if it is held."""
     pid = os.getpid()
     facts = {"who": _me(), "pid": pid, "started": started(pid), "where": _where(), "id": uuid.uuid4().hex}
     mine = json.dumps(facts)

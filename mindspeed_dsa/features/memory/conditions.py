@@ -1,4 +1,4 @@
-"""Activation rules of the memory features, and argument conflicts that several of them share.
+"""Predicates that activate memory features, and argument conflicts that several of these features share.
 
 Imports neither torch nor Megatron.
 """

@@ -89,8 +89,8 @@ class Groups:
 class GroupedMatmul(Backend, Protocol):
     """Backend of the grouped matmul and its gradients.
 
-    The gradient of the rows is :meth:`multiply` with the transposed weight. Matrices are views in which
-    either of the last two axes is contiguous. Only the reference gets calls without rows.
+    For the gradient of ``rows``, callers call :meth:`multiply` with the transposed weight. So in a weight
+    either of the last two axes may be the contiguous one. Only the reference gets calls without rows.
     """
 
     READS_SIZES: bool

@@ -176,12 +176,12 @@ def select_by(
 
 
 def slab_rows(query_length: int, key_length: int) -> int:
-    """Return the number of rows of fp32 scores held at a time, a function of the lengths only."""
+    """Return the number of query rows whose fp32 scores fit into a slab; depends on the lengths only."""
     return max(1, min(query_length, SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
 
 
 def selected_rows(query_length: int, key_length: int, length: int) -> int:
-    """Return the number of rows of scores and of ``length``-entry lists that a selection holds at a time."""
+    """Return the number of rows whose fp32 scores and ``length``-entry lists fit into the byte budget."""
     return max(1, min(query_length, SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
 
 
@@ -333,12 +333,12 @@ def score_gradients(
 
 
 def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Return the gradient kernel's constants that depend on the size of the indexer."""
+    """Return the gradient kernel's constexpr arguments and tile sizes."""
     return size_constants(query, use_relu) | _gradient_tiles(query, *query.shape[-2:])
 
 
 def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Return the constants of kernels that hold all heads of a row."""
+    """Return constexpr arguments for the indexer's size, for kernels that process all heads of a row."""
     heads, dim = query.shape[-2:]
     return {
         "HEADS": heads,

@@ -1,10 +1,10 @@
 """Triton kernel that selects the highest scores of each row, exactly and deterministically.
 
-A sample of the row's scores gives a guess: a floor that somewhat more than ``topk`` scores reach. One pass
-over the row lists these scores, and the ``topk`` best are found in registers. If too many scores reach the
-floor, the list is the sample for a second guess. If that fails as well, because too many scores are equal or
-the sample was not representative, four more passes over the row count out the bits of the ``topk``-th highest
-score.
+From a sample of the row's scores, the kernel guesses a threshold that somewhat more than ``topk`` scores
+reach. One pass over the row lists these scores, and the ``topk`` best are found in registers. If too many
+scores reach the threshold, the list serves as sample for a second guess. If that also fails, because too many
+scores are equal or the sample was not representative, four more passes over the row determine the ``topk``-th
+highest score exactly, some bits per pass (radix select).
 
 Letter in shape comments: G groups of four neighbors, each in one thread.
 """
@@ -57,7 +57,7 @@ def bits_at(scores_of_row, position, start, end, key_length):
 
 @triton.jit
 def quarters(tile):
-    """Return the columns of ``[G, 4]``; each thread keeps its elements."""
+    """Split ``[G, 4]`` into its four columns without moving elements between threads."""
     even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))  # [G, 2] each
     first, third = tl.split(even)  # [G] each
     second, fourth = tl.split(odd)  # [G] each
@@ -66,10 +66,10 @@ def quarters(tile):
 
 @triton.jit
 def floor_of(bits, low, high, least, most):
-    """Return a value that ``least`` to ``most`` of the bits reach.
+    """Return a threshold that at least ``least`` and at most ``most`` of the values in ``bits`` reach.
 
-    If ties allow none, it is the largest value that at least ``least`` of them reach. At least ``least`` of
-    the bits must reach ``low``, and fewer must reach ``high``.
+    If ties rule this out, it is the largest threshold that at least ``least`` values reach. At least
+    ``least`` values must reach ``low``, and fewer must reach ``high``.
     """
     high = tl.minimum(high, tl.max(bits, axis=0) + 1)
     while high - low > 1:
@@ -83,7 +83,7 @@ def floor_of(bits, low, high, least, most):
 
 @triton.jit
 def guess(sample, low, length, topk, LIST: tl.constexpr):
-    """Return a floor that somewhat fewer than ``LIST`` of ``length`` scores reach, judged by a sample."""
+    """Estimate from a sample a threshold that somewhat fewer than ``LIST`` of ``length`` scores reach."""
     part = tl.sum((sample > 0).to(tl.int32), axis=0).to(tl.float32) / length
     aim = part * (topk + LIST * 2) / 3
     high = tl.zeros([], tl.uint32) + 0xFFFFFFFF
@@ -102,7 +102,7 @@ def list_scores(
     LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the first ``LIST`` scores that reach ``floor``, in order, with positions; return the count."""
+    """List the first ``LIST`` scores that reach ``floor``, with their positions; return their count."""
     group = tl.arange(0, BLOCK // 4) * 4
     neighbour = group[:, None] + tl.arange(0, 4)[None, :]
     # NaN has bits 1, so a floor of 1 includes it, but no comparison of scores does.
@@ -142,10 +142,10 @@ def next_digit(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the next ``WIDTH`` bits of the last score to take, in one pass over a row.
+    """Determine ``WIDTH`` more bits of the ``topk``-th highest score, in one pass over a row (radix select).
 
-    These bits are ``SHIFT`` from the lowest. Takes and returns the bits found so far, and how many scores
-    that begin with them are still to be taken.
+    The new bits start ``SHIFT`` bits above the lowest. ``prefix`` has the bits found so far, ``wanted`` is
+    the number of scores with this prefix that are still to be selected. Returns both, updated.
     """
     lane = tl.arange(0, BLOCK)
     digit = tl.arange(0, 1 << WIDTH)

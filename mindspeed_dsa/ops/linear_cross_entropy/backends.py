@@ -77,7 +77,8 @@ class Losses:
     Attributes:
         loss: ``[tokens]``, fp32 or fp64.
         top: ``[tokens]``, largest of this rank's logits, in the dtype of the loss.
-        top_index: ``[tokens]`` int64, its index on this rank; meaningless unless ``wants_top``.
+        top_index: ``[tokens]`` int64, index of ``top`` in this rank's vocabulary; meaningless unless
+            ``wants_top``.
         largest: ``[tokens]``, largest logit of the whole vocabulary.
         log_sum: ``[tokens]``, natural log of the sum of exp(logit - largest) over the whole vocabulary. Added
             to a large ``largest`` it would lose digits, so they are kept separately.
@@ -122,7 +123,7 @@ class Reference(LinearCrossEntropy):
 
 
 def _over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over ranks; in backward each rank's part gets the whole gradient."""
+    """All-reduce ``part``; backward passes the gradient through unchanged."""
     if group is None:
         return part
     total = part.detach().clone()
@@ -184,10 +185,10 @@ class Chunked(LinearCrossEntropy):
 
         Args:
             call: arguments of the loss.
-            grad_hidden: ``[tokens, hidden]``, uninitialized output or None: :func:`raised` times the gradient
-                of each token's own loss, without ``logit_scale``.
-            grad_weight: ``[vocabulary, hidden]`` fp32 or fp64, accumulator or None: the gradient of the sum
-                of losses weighted by ``token_weights``, also without ``logit_scale``, is added.
+            grad_hidden: ``[tokens, hidden]``, output or None. Receives :func:`raised` times the gradient of
+                each token's own loss, without ``logit_scale``.
+            grad_weight: ``[vocabulary, hidden]`` fp32 or fp64, accumulator or None. The gradient of the loss
+                sum weighted by ``token_weights`` is added, also without ``logit_scale``.
         """
         room = _Room()
         chunks = [self._chunk(call, part, room, grad_hidden, grad_weight) for part in self.parts(call)]
@@ -421,5 +422,5 @@ def _scaled(call: LossCall, room: _Room, logits: Tensor) -> Tensor:
 
 
 def _subtract(numbers: Tensor, columns: Tensor, amounts: Tensor) -> None:
-    """Subtract an amount from one number per row; unlike scatter_add this is deterministic on GPUs."""
+    """Subtract an amount from one element per row; deterministic on GPUs, unlike ``scatter_add_``."""
     numbers[torch.arange(len(columns), device=columns.device), columns] -= amounts

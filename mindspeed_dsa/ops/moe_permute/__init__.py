@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # mypy checks the module against the protocol
 
 
 class Permuted(NamedTuple):
-    """Rows for the experts, and the map for undoing the permutation."""
+    """Tokens and probabilities permuted for the experts, and the map that :func:`unpermute` needs."""
 
     tokens: Tensor
     """``[rows, hidden]``: grouped by expert, in the order of the tokens within each expert."""
@@ -118,7 +118,7 @@ def unpermute(
     addend: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Sum the rows of every token, optionally weighted, and an optional addend per token.
+    """Return, for every token, the optionally weighted sum of its rows, plus an optional addend.
 
     ``out[t] = sum_e probs[t, e] * permuted[row(t, e)] + addend[t]``, in ascending order of experts, summed in
     fp32 for 16-bit rows. A token without rows gets zeros, or its addend.

@@ -103,7 +103,7 @@ class GradientPermuter(_Permuter, Protocol):
     def unpermute_gradients(
         self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None, /
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the permuted rows, and of the probabilities if they are given."""
+        """Return the gradients of the permuted rows, and of ``probs`` if it is not None."""
 
 
 Permuter = AutogradPermuter | GradientPermuter
@@ -153,7 +153,7 @@ class Reference(_Plain, AutogradPermuter):
 
 
 class Cpu(_Plain, GradientPermuter):
-    """Gathers and sums that read every row once and write it once."""
+    """PyTorch gathers and sums that read and write every row only once."""
 
     KIND: Literal["gradients"] = "gradients"
 

@@ -33,7 +33,7 @@ class RowMap(NamedTuple):
         return torch.cat([part for part in self if part is not None])  # [(tokens + 1 or 0) + 3 * rows]
 
     def starts(self, tokens: int) -> Tensor:
-        """Return :attr:`offsets`, computed if all tokens own the same number of rows."""
+        """Return :attr:`offsets`, or compute them if they are None."""
         if self.offsets is not None:
             return self.offsets
         return torch.arange(tokens + 1, dtype=torch.int32, device=self.rows.device) * (
@@ -163,7 +163,7 @@ def chunk_rows(split_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
 
 
 def group_of_rows(sizes: Tensor, rows: int) -> Tensor:
-    """Return the group of each row, for consecutive groups of rows; without a device synchronization.
+    """Return the group of each row, given the sizes of consecutive groups; without synchronizing.
 
     Args:
         sizes: ``[groups]`` int32, whose sum is ``rows``.

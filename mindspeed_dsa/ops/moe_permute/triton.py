@@ -80,7 +80,7 @@ def unpermute(
 def unpermute_gradients(
     grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the permuted rows, and of the probabilities if they are given."""
+    """Return the gradients of the permuted rows, and of ``probs`` if it is not None."""
     tokens, hidden = grad.shape
     mapping = unpack(row_map, tokens, rows)
     out = grad.new_empty(rows, hidden)
@@ -147,7 +147,7 @@ def _list_rows(routing_map: Tensor, rows: int) -> RowMap:
 def _gather(
     source: Tensor, found: RowMap, out: Tensor, probs: Tensor | None, out_probs: Tensor | None
 ) -> None:
-    """Fill ``out [rows, hidden]`` and ``out_probs [rows]`` from the rows' tokens and experts."""
+    """Copy each row's token to ``out [rows, hidden]`` and its probability to ``out_probs [rows]``."""
     rows, hidden = out.shape
     if rows == 0:
         return

@@ -118,8 +118,8 @@ class Layout:
     def pack_widened(self, topk_indices: Tensor, step: int) -> Tensor:
         """Return the packed indices with a head axis, padded to a multiple of ``step`` entries.
 
-        Padding is only valid if every visible key is listed: an operator reads as many entries as there are
-        visible keys, so it does not reach the padding.
+        Only valid if every visible key is listed: an operator reads as many entries as there are visible
+        keys, so it never reads the padding.
         """
         packed = self.pack_indices(topk_indices)
         missing = -packed.shape[-1] % step
@@ -257,7 +257,7 @@ def _ends_at_last_key(ends: Tensor, position: Tensor, key_length: int) -> bool:
 
 
 def _packed(begins: Tensor, begin: Tensor, device: torch.device) -> Layout | None:
-    """Return the layout of sequences that start in the marked rows, or None if ``begin`` contradicts them.
+    """Return the layout of sequences that start where ``begins`` is True; None if ``begin`` disagrees.
 
     Args:
         begins: ``[batch, length]`` bool, whether a sequence starts in a row.

@@ -91,9 +91,10 @@ def _in_e4m3(numbers: Tensor) -> Tensor:
 def exact_scores(query: Tensor, key: Tensor, weights: Tensor, factors: Tensor, use_relu: bool) -> Tensor:
     """Return the scores of quantised queries and keys, ``[..., rows, keys]`` fp32.
 
-    A head's scalar product is exact, in fp64, and rounded to fp32 once. ReLU follows, then the product with
-    the weight, which is rounded. The heads are summed in halves: of ``n`` remaining heads, head ``i`` gets
-    head ``i + ceil(n / 2)`` added, until one remains. Its sum is multiplied with the key's factor.
+    A head's dot product is computed exactly in fp64 and rounded to fp32 once. Then ReLU is applied, and the
+    result is multiplied with the weight and rounded. The heads are summed pairwise: of ``n`` remaining
+    partial sums, number ``i + ceil(n / 2)`` is added to number ``i``, until one remains. This sum is
+    multiplied with the key's factor.
 
     Args:
         query: ``[..., rows, heads, dim]`` fp32, e4m3 numbers.
@@ -129,7 +130,7 @@ def _sum_of_heads(products: Tensor) -> Tensor:
 
 
 def longest_key(key: Tensor, factors: Tensor) -> Tensor:
-    """Return the length of each sequence's longest finite key, ``[batch]``."""
+    """Return the Euclidean norm of each sequence's longest finite key, ``[batch]``."""
     return (torch.linalg.vector_norm(key, dim=-1) * factors).nan_to_num(0.0, 0.0, 0.0).amax(dim=-1)
 
 

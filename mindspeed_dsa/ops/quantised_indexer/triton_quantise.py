@@ -1,7 +1,7 @@
-"""Triton kernel that quantises rows to e4m3 with one factor each, with the bits of :mod:`arithmetic`.
+"""Triton kernel that quantises rows to e4m3 with one factor each, bit-identical to :mod:`arithmetic`.
 
-It reads and writes each number once: 3 bytes for bf16. PyTorch's operators, each of which is a pass over fp32
-numbers, would take longer than the scores themselves.
+The kernel reads and writes each number once: 3 bytes for bf16. With PyTorch's operators, each of which is a
+pass over fp32 numbers, quantisation would take longer than the scores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quantise_kernel(
     SMALLEST_AMAX: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
 ):
-    """Quantise ``ROWS`` rows of ``[outer, middle, inner]``, with the bits of PyTorch; one program each."""
+    """Quantise rows of ``[outer, middle, inner]``, bit-identical to PyTorch; ``ROWS`` rows per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     at = row // inner // middle * outer_stride + row // inner % middle * middle_stride

@@ -48,7 +48,7 @@ class GradientNorm(Norm):
 
     @abstractmethod
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the output ``[..., n]``, and the factor of each row, ``[..., 1]``, in fp32 or fp64."""
+        """Return the output ``[..., n]``, and ``rstd`` of each row, ``[..., 1]``, in fp32 or fp64."""
 
     @abstractmethod
     def backward(self, grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class GradientNorm(Norm):
 
 
 class Cpu(GradientNorm):
-    """PyTorch operations: the norm of a row in one pass over it, and a backward with few operations."""
+    """PyTorch operations: a forward that reads each row once for its norm, and a short backward."""
 
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of dimensions of every head, rotated by the angles of their token."""
+"""Rotary position embedding: rotates pairs of a head's dimensions by position-dependent angles."""
 
 from __future__ import annotations
 

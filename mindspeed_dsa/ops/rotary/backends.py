@@ -32,7 +32,7 @@ class Rotator(Backend):
 
     @abstractmethod
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cosines, and the sines as forward and backward take them."""
+        """Return the cosine table, the sine table for forward, and the sine table for backward."""
 
     @abstractmethod
     def forward(self, tensor: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -121,10 +121,10 @@ def _swapped(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 class Cuda(Cpu):
-    """The same operations on NVIDIA GPUs.
+    """The CPU backend's PyTorch operations, on NVIDIA GPUs.
 
-    Liger-Kernel's kernel rotates a query and its key together, in place, but Megatron passes one tensor at a
-    time.
+    Liger-Kernel is not used: its kernel rotates query and key together, in place, but Megatron passes one
+    tensor at a time.
     """
 
 

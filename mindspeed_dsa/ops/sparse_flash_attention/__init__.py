@@ -296,7 +296,7 @@ class _SendSum(torch.autograd.Function):
 def _checked_gradient(
     score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Call the callback and check the shape of its result."""
+    """Call ``score_gradient`` and check the shape of its result."""
     gradient = score_gradient(attention_sum)
     check_shape(
         OPERATOR,

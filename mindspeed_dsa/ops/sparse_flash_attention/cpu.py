@@ -47,9 +47,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of query and key_value, given the ``out`` of :func:`forward`.
 
-    ``lse`` is not read. Blocks hold complete rows, so the softmax is recomputed; ``lse`` would be less
-    accurate, because the sum of a maximum and a logarithm has fewer digits than each of them.
-    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None.
+    ``lse`` is not read. Blocks hold complete rows, so the softmax is recomputed, which is more accurate:
+    ``lse`` is rounded after adding the maximum to the logarithm of the sum. The third result is the sum of
+    the probabilities over heads, as in :func:`forward`, or None.
     """
     forms = (
         Algorithm("by masking keys", cpu_dense.backward, cpu_dense.declines),

@@ -1,9 +1,9 @@
-"""Sum over heads of sparse attention's probabilities, on Hopper, in Gluon.
+"""Kernel for Hopper, in Gluon, that sums sparse attention's probabilities over heads.
 
-A program holds the queries of up to 128 heads of a row and gathers each of its keys once, in nine pieces of
-64 columns. A piece is refilled as soon as it has been multiplied. One warp group gathers. Two warp groups
-alternate in multiplying tiles of 64 keys, so that the exponentials of one tile overlap with the products of
-the other.
+A program holds one row's queries for up to 128 heads and gathers each of the row's keys once, in nine buffers
+of 64 columns. A buffer is refilled as soon as its columns have been multiplied. One warp group gathers. Two
+warp groups alternate in multiplying tiles of 64 keys, so that the exponentials of one tile overlap with the
+products of the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDTH: gl.constexpr = gl.constexpr(64)
 def gather_pieces(
     row, base, query_head, heads, keys, key_row, queries, pieces, barriers, HEADS: gl.constexpr
 ):
-    """Copy the queries, then the pieces of tile after tile of keys; the copying warp group's part."""
+    """Code of the copying warp group: copy the queries, then the columns of each tile of keys."""
     row_indices, length, key_length = row
     query_full, full, empty = barriers
     layout: gl.constexpr = gl.SliceLayout(1, COPIES)
@@ -64,7 +64,7 @@ def gather_pieces(
 
 @gluon.jit
 def sum_tiles(row, results, queries, pieces, barriers, scale_log2, GROUP: gl.constexpr, HEADS: gl.constexpr):
-    """Sum every second tile, starting at ``GROUP``; one multiplying warp group's part."""
+    """Code of a multiplying warp group: process every second tile, starting at tile ``GROUP``."""
     row_indices, length, key_length = row
     row_lse, row_sum, heads, topk = results
     query_full, full, empty = barriers
@@ -119,7 +119,7 @@ def hopper_attention_sum_kernel(
     scale_log2,
     HEADS: gl.constexpr,
 ):
-    """Sum probabilities over all heads; one program per row; keys have 576 numbers of two bytes."""
+    """Sum probabilities over all heads; one program per row; keys have 576 two-byte numbers."""
     row = gl.program_id(0).to(gl.int64)
     base, keys, length = place_of_row(
         row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch

@@ -46,10 +46,10 @@ TAIL_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2],
 def _added(columns, lines):
     """Return the layout in which sums are written to memory.
 
-    A thread has four columns, and eight threads have 128 bytes of a row. Without ``lines``, it is an
-    intermediate layout with half of these bytes. It differs from the product's layout by moving one bit of
-    the column from threads to registers, and the final layout differs by a second move. Both moves at once
-    would go through shared memory.
+    In the final layout (``lines``), a thread has four adjacent columns, and eight threads together have 128
+    contiguous bytes of a row. Without ``lines``, the layout is an intermediate step between the product's
+    layout and the final one. Converting in two steps exchanges registers within a warp; in one step it would
+    go through shared memory.
     """
     bits = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 2)]
     row, column = [4, 0], [0, 16]
@@ -65,7 +65,7 @@ def _added(columns, lines):
 
 @gluon.constexpr_function
 def _stored(heads):
-    """Return the layout in which gradients of scores are stored: the heads of a thread are adjacent."""
+    """Return the register layout for storing score gradients, in which a thread's heads are adjacent."""
     groups = heads // 8
     bits = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)]
     lanes = [[0, groups], [0, 2 * groups], [1, 0], [2, 0], [4, 0]]
@@ -76,14 +76,14 @@ def _stored(heads):
 
 @gluon.jit
 def tile_of(task, tiles):
-    """Return the row of the chunk, first entry and number of sharing rows, of a task of ``tasks_of``."""
+    """Decode a task of ``tasks_of``: return its row in the chunk, first entry and number of sharing rows."""
     tile = task // 8
     return tile // tiles, tile % tiles * BLOCK, task % 8
 
 
 @gluon.jit
 def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
-    """Copy keys, and pairs of queries and output gradients; the copying warp group's part."""
+    """Code of the copying warp group: copy keys, and pairs of queries and output gradients."""
     query, key_value, indices, tasks, task_bounds, grad_out = inputs
     first_row, rows_per_batch, key_length, heads, topk = sizes
     query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head = strides
@@ -131,7 +131,7 @@ def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
 
 @gluon.jit
 def add_sums(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr, ATOMIC: gl.constexpr):
-    """Write a tile's sums to rows of memory, with or without atomics; rows without a key are skipped."""
+    """Store or atomically add a tile's key gradients to memory; rows without a key are skipped."""
     columns: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = _added(columns, True)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -158,7 +158,7 @@ def multiply_tiles(
     WITH_SUM: gl.constexpr,
     ATOMIC: gl.constexpr,
 ):
-    """Compute scores, gradients of scores and keys; the two multiplying warp groups' part."""
+    """Code of the two multiplying warp groups: compute scores, score gradients and key gradients."""
     indices, places, tasks, task_bounds, lse, delta = inputs
     grad_scores, attention_sum, grad_keys = results
     first_row, rows_per_batch, key_length, heads, topk = sizes

@@ -72,7 +72,7 @@ def gather_keys(entries, keys, key_row, key_length, k_value, k_tail, key_full):
 
 @gluon.jit
 def store_columns(target, first_head, heads, sums, FIRST: gl.constexpr):
-    """Store columns of the gradient of a row's queries, for the existing heads."""
+    """Store columns of the query gradient of a row; padding heads are skipped."""
     layout: gl.constexpr = sums.type.layout
     head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     column = FIRST + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
@@ -82,7 +82,7 @@ def store_columns(target, first_head, heads, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, WITH_SUM: gl.constexpr):
-    """Copy; compute scores, their gradients and the queries' first half; the first warp group's part."""
+    """Code of the first warp group: gather keys, compute scores, their gradients, half of query gradients."""
     row_indices, length, key_length = row
     base, query_head, grad_base, grad_head = queries
     lse, delta, first_head, heads = of_heads
@@ -188,7 +188,7 @@ def slice_of_keys(tiles, only, NUMBER: gl.constexpr):
 
 @gluon.constexpr_function
 def _places(lines):
-    """Return a layout of sums with columns in the order of memory: see :func:`add_slice`."""
+    """Return a register layout for :func:`add_slice`, in which columns are in memory order."""
     row, place = [4, 0], [0, 16]
     registers, threads = (row, place) if lines else (place, row)
     return gl.DistributedLinearLayout(
@@ -202,11 +202,12 @@ def _places(lines):
 
 @gluon.jit
 def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
-    """Add 64 columns of sums to rows of memory, with atomics; rows without a key are skipped.
+    """Atomically add 64 columns of key gradients to memory; rows without a key are skipped.
 
-    Of 16 columns, a thread of a product has two and the two that are 8 further. They are stored as neighbors,
-    so that the thread adds them at once; ``hopper.in_order`` restores the order of columns. Threads then
-    exchange half of their rows, so that eight threads hold 128 contiguous bytes of a row.
+    After a product, a thread has columns ``2i``, ``2i + 1``, ``2i + 8`` and ``2i + 9`` of every 16. They are
+    stored next to each other, so that the thread adds them with one instruction; ``hopper.in_order`` restores
+    the order of columns later. Threads also exchange half of their rows, so that eight threads hold 128
+    contiguous bytes of a row.
     """
     layout: gl.constexpr = _places(True)
     # [keys, 16-column group, half, thread, number] -> [keys, group, thread, half, number]
@@ -220,7 +221,7 @@ def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def add_tiles(row, queries, results, tiles, barriers):
-    """Add the keys' gradients to memory and compute the queries' second half; the second group's part."""
+    """Code of the second warp group: compute and add key gradients, and half of query gradients."""
     row_indices, length, key_length = row
     first_head, heads = queries
     grad_query, grad_keys = results
@@ -286,7 +287,7 @@ def hopper_backward_rows_kernel(
     scale_log2,
     WITH_SUM: gl.constexpr,
 ):
-    """Compute all gradients of a row for 64 heads; one program each; keys have 512 + 64 two-byte numbers.
+    """Compute all gradients; one program per row and 64 heads; keys have 512 + 64 two-byte numbers.
 
     ``grad_query`` is ``[rows, heads, 576]``, ``grad_keys`` ``[batch * key_length, 576]`` fp32 and
     ``attention_sum`` ``[rows, topk]`` fp32. The last two are added to with atomics.

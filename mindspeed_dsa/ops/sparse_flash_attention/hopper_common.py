@@ -35,7 +35,7 @@ def place_of_row(row, query, key_value, lengths, rows_per_batch, query_batch, qu
 
 @gluon.jit
 def barriers_of(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return barriers in shared memory, each of which waits for ``ARRIVALS`` arrivals."""
+    """Return ``NUMBER`` barriers in shared memory; each waits for ``ARRIVALS`` arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for number in gl.static_range(NUMBER):
         mbarrier.init(made.index(number), count=ARRIVALS)
@@ -76,8 +76,8 @@ def power_of_two(x):
 def kept_inside(number):
     """Return an opaque copy of ``number``, from which the compiler cannot hoist computations out of a loop.
 
-    Each product has its own operand descriptors. Hoisted, all of them would be kept in registers, which
-    spill.
+    Each product has its own WGMMA operand descriptors. If all of them were hoisted, they would stay in
+    registers, which would spill.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1

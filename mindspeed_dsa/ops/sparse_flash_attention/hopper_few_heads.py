@@ -1,9 +1,9 @@
 """Forward of sparse flash attention for up to 16 heads on Hopper, in Gluon.
 
-With few heads the gather takes longer than the products, and heads in the 64 rows of a product would be
-mostly padding. So keys form the rows of the scores, the value's columns form the rows of the output, and
-heads form the columns of both. One warp group gathers into two buffers. Two warp groups attend to every
-second tile of keys each, with their own maxima, sums and output, and merge them once at the end.
+With few heads, the gather takes longer than the products. The 64 rows of a product's operand would be mostly
+padding if they were heads. So keys form the rows of the scores, the value's columns form the rows of the
+output, and heads form the columns of both. One warp group gathers into two buffers. Two warp groups attend to
+every second tile of keys each, with their own maxima, sums and output, and merge them once at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HEADS: gl.constexpr = gl.constexpr(16)
 
 @gluon.jit
 def gather_tiles(row, base, query_head, heads, keys, key_row, tiles, barriers):
-    """Copy the queries, then tile after tile of keys; the copying warp group's part."""
+    """Code of the copying warp group: copy the queries, then all tiles of keys."""
     row_indices, length, key_length = row
     query_value, query_tail, value, tail, _probabilities = tiles
     query_full, full, empty, _done = barriers
@@ -66,7 +66,7 @@ def gather_tiles(row, base, query_head, heads, keys, key_row, tiles, barriers):
 
 @gluon.jit
 def attend_tiles(row, results, tiles, barriers, others, scale_log2, GROUP: gl.constexpr):
-    """Attend to every second tile, from ``GROUP`` on, always in buffer ``GROUP``; one group's part."""
+    """Code of a multiplying warp group: attend to every second tile, which is always in buffer ``GROUP``."""
     row_indices, length, key_length = row
     row_out, row_lse, heads = results
     query_value, query_tail, value, tail, probabilities = tiles

@@ -50,7 +50,7 @@ STORES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1
 
 @gluon.jit
 def gather(row, queries, keys, key_row, tiles, barriers):
-    """Copy the queries, then tile after tile of keys; the copying warp group's part."""
+    """Code of the copying warp group: copy the queries, then all tiles of keys."""
     row_indices, length, key_length = row
     base, query_head, first_head, heads = queries
     query_left, query_right, query_tail, left, right, tail = tiles
@@ -92,7 +92,7 @@ def shrunk(acc, shrink):
 
 @gluon.jit
 def times_others_values(acc, highest, total, probabilities, values, maxima, ready, phase):
-    """Start adding the other group's tile to this group's columns, relative to that tile's maxima."""
+    """Start to add the other group's tile to this group's output columns, rescaled to that tile's maxima."""
     mbarrier.wait(ready, phase)
     higher = maxima.load(gl.SliceLayout(1, SCORES))
     shrink = power_of_two(highest - higher)
@@ -102,7 +102,7 @@ def times_others_values(acc, highest, total, probabilities, values, maxima, read
 
 @gluon.jit
 def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.constexpr):
-    """Compute scores of the tiles in buffer ``GROUP`` and half ``GROUP`` of the output; one group's part."""
+    """Code of warp group ``GROUP``: scores of the tiles in its buffer, and its half of the output columns."""
     row_indices, length, key_length = row
     out, lse, first_head, heads = results
     query_left, query_right, query_tail, left, right, tail = tiles

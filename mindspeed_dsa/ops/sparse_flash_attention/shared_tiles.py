@@ -83,8 +83,8 @@ def share_tiles(
 def tasks_of(ends: Tensor, lengths: Tensor, topk: int, chunk: int) -> tuple[Tensor, Tensor]:
     """List the tiles of some rows, chunk by chunk.
 
-    Within 64 rows, the first tiles of all rows precede the second ones. A shared tile is listed once, under
-    the first row that has it.
+    Tiles are listed by groups of 64 rows: first tile 0 of all rows in the group, then tile 1, and so on. A
+    shared tile is listed once, for the first row that has it.
 
     Args:
         ends: field of :class:`SharedTiles`.

@@ -317,7 +317,7 @@ def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """Return the dot product of output and its gradient, ``[batch, rows, heads]`` fp32."""
+    """Return delta, the dot product of output and output gradient, ``[batch, rows, heads]`` fp32."""
     batch, rows, heads, value_dim = out.shape
     delta = torch.empty(batch, rows, heads, dtype=torch.float32, device=out.device)
     on_grid(delta_kernel, batch * rows * triton.cdiv(heads, 16))(

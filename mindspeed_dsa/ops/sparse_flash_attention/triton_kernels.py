@@ -28,8 +28,8 @@ LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
 def add_scaled(scores, rest, scale_log2, TAIL_DIM: tl.constexpr):
     """Return ``(scores + rest) * scale``, scaled before the addition.
 
-    Otherwise one product would start from the other's result, which the compiler treats as a chain of
-    products.
+    Without the scaling in between, the compiler would fuse the addition into the second product, and then
+    treat the two as a chain of products.
     """
     scores = scores * scale_log2
     if TAIL_DIM > 0:
@@ -41,9 +41,10 @@ def add_scaled(scores, rest, scale_log2, TAIL_DIM: tl.constexpr):
 def unchained(scores, rest, scale_log2, heads, TAIL_DIM: tl.constexpr):
     """Call :func:`add_scaled` in a branch that is always taken; the compiler does not know that.
 
-    If a product feeds another product, the compiler gives all columns of the first to every warp group. With
-    64 rows both groups of a program would then compute the same. It does not look through a branch. Older
-    compilers fail on a branch here: they get only the sum, and both groups compute the same.
+    If a product feeds another product, the compiler gives all columns of the first product to every warp
+    group. With 64 rows, both groups of a program would then do the same work twice. A branch hides the
+    dependency from the compiler. Older compilers fail on a branch here, so they get the plain sum and do the
+    work twice.
     """
     if TAKES_BRANCHES:
         if heads > 0:
@@ -202,7 +203,7 @@ def delta_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the dot product of output and its gradient; one program per row and block of heads."""
+    """Write delta, the dot product of output and output gradient; one program per row and block of heads."""
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -255,10 +256,10 @@ def backward_keys_kernel(
 ):
     """Compute gradients of scores and keys over all heads; one program per row and tile of keys.
 
-    A key's gradient thus leaves the program once. ``grad_scores`` receives the gradient of the scores,
+    A key's gradient is therefore written once per row. ``grad_scores`` receives the gradient of the scores,
     ``[rows of the chunk, topk, heads]``. With ATOMIC, ``grad_keys`` is ``[batch * key_length, dim]`` and
-    added to with atomics. Without, it receives one row per entry of the chunk, ``[rows of the chunk, topk,
-    dim]``.
+    added to with atomics. Without, it receives one row per entry of the chunk,
+    ``[rows of the chunk, topk, dim]``.
     """
     tiles = tl.cdiv(topk, BLOCK_N)
     row_in_chunk = (tl.program_id(0) // tiles).to(tl.int64)

@@ -64,7 +64,8 @@ def add_rows_by_key_kernel(
 ):
     """Add each key's tiles in the order of ``order``, which makes the sum deterministic; one program per key.
 
-    ``tiles`` begin at entry ``first_entry`` of the ordered ones, and the keys' ``bounds`` at ``first_bound``.
+    ``tiles`` starts with entry number ``first_entry`` of ``order``, and the keys' bounds start at
+    ``bounds[first_bound]``.
     """
     key = tl.program_id(0).to(tl.int64)
     first = tl.load(bounds + first_bound + key)
@@ -125,7 +126,7 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 at their definition."""
+    """Return whether kernels run in Triton's interpreter, because TRITON_INTERPRET was 1 at import."""
     return not isinstance(row_lengths_kernel, triton.JITFunction)
 
 
@@ -226,7 +227,7 @@ def dim_blocks(value_dim: int, dim: int) -> dict[str, Any]:
 
 
 def widen(tensor: Tensor) -> bool:
-    """Return whether :func:`product` must widen its operands here."""
+    """Return whether :func:`product` must widen operands: for bf16 in the interpreter."""
     return interpreted() and tensor.dtype == torch.bfloat16
 
 
@@ -253,7 +254,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def packed_indices(topk_indices: Tensor) -> Tensor:
-    """Return the indices as contiguous int32; int64 values beyond int32 become values that name no key."""
+    """Return the indices as contiguous int32; int64 values beyond int32 are clamped, so they name no key."""
     if topk_indices.dtype != torch.int32:
         topk_indices = topk_indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     return topk_indices.contiguous()

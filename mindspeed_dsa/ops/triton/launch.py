@@ -99,7 +99,7 @@ def on_grid(kernel: Any, *grid: int) -> Callable[..., Any]:
 
 
 def load(kernel: Any) -> None:
-    """Load a compiled kernel onto the current device; raises if the device lacks the memory or threads."""
+    """Load a compiled kernel onto the current device; raise if it exceeds the device's resources."""
     # Accessing `run` loads the kernel.
     assert kernel.run is not None
 

@@ -260,7 +260,7 @@ class Model:
                 _issue(unit_state, direction)
 
     def graph_ends(self) -> None:
-        """Reset FSDP2's state after one of a backward's graphs, so that its units may be called again."""
+        """Reset FSDP2's state after one of several autograd graphs, so that units may be called again."""
         for state in self._states:
             state._training_state = TrainingState.IDLE
             for group in state._fsdp_param_groups:
@@ -311,7 +311,7 @@ class _State(FSDPState):
 
 @contextlib.contextmanager
 def gathered(unit: ref[Any]) -> Iterator[None]:
-    """Gather a unit's weights for one part of its forward, then reshard."""
+    """Gather a unit's weights for the block, which runs one part of its forward; then reshard."""
     module = unit()
     _gather(module)
     yield
@@ -393,7 +393,7 @@ class Late:
     def run(self) -> None:
         """Compute the deferred gradients, and start to reduce all gradients of the unit.
 
-        Another microbatch may use the weights meanwhile.
+        The weights are not freed, because another microbatch may be using them.
         """
         while self._queue:
             weight, computed = _computed(self._queue.pop(0))  # frees each gradient's operands

@@ -56,8 +56,8 @@ class Placements:
 def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Options]) -> Placements:
     """Decide the sharding of a model's parameters.
 
-    Checkpoints need equal pieces, so parameters without a divisible dimension stay whole. So do parameters
-    with another dtype than ``params_dtype``.
+    Checkpoints need equal shards, so parameters without a divisible dimension are not sharded. Neither are
+    parameters with another dtype than ``params_dtype``.
 
     Args:
         module: model to shard.

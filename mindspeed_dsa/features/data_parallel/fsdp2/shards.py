@@ -266,7 +266,7 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
 
 
 def _set_backward_prefetch(unit: Any, others: Sequence[Any]) -> None:
-    """Set the units to prefetch in backward, or the unit itself if there are none."""
+    """Set the units to prefetch in backward; without any, set the unit itself."""
     # With an empty list FSDP2 would prefetch by the last order of execution, which in a pipeline belongs to
     # another microbatch. A unit in backward has its weights already, so prefetching itself does nothing.
     unit.set_modules_to_backward_prefetch(list(others) or [unit])

@@ -144,7 +144,7 @@ def _shard(
 
 
 def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
-    """Return the dtype of gradient sums, which is never narrower than the gradients."""
+    """Return the dtype of gradient sums, which is at least as wide as the gradients."""
     dtype: torch.dtype = config.params_dtype
     return dtype if dtype.itemsize > 2 else _DTYPES[options.reduce_dtype]
 

@@ -17,7 +17,7 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 
 
 def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` to save tensors only, not every input.
+    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` to pass only tensors to the checkpoint.
 
     Args:
         original: Megatron's method. It takes the forward to checkpoint and its inputs by name: hidden states

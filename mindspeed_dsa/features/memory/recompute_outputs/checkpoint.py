@@ -1,4 +1,4 @@
-"""Checkpoint that frees outputs after their last use in forward and recomputes them in backward."""
+"""Checkpoint class that frees a function's outputs after their last use in forward, and recomputes them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def needs_gradient(args: Sequence[Tensor | None]) -> bool:
 
 
 class _Pending:
-    """One checkpointed call: the function and inputs to recompute, and the storages to refill."""
+    """State of one checkpointed call: the function to recompute, and the output storages to refill."""
 
     def __init__(self, run_function: Callable[..., Any], states: RandomStates | None, verify: bool) -> None:
         self._run, self._states, self._verify = run_function, states, verify

@@ -84,5 +84,5 @@ def _join(weight: Tensor, low: Tensor) -> Tensor:
 
 
 def _as_words(weight: Tensor) -> Tensor:
-    """Return the bits, int32, of the float32 with the same value as each bfloat16."""
+    """Convert bfloat16 to float32 without rounding, and return the bits as int32."""
     return weight.view(torch.int16).to(torch.int32).mul_(_UPPER)

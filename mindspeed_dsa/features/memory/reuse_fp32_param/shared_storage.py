@@ -215,9 +215,9 @@ class InPlaceStorage(SharedStorage):
 class OverBucketStorage(SharedStorage):
     """Storage for one data parallel rank's shard of a bucket of bfloat16 weights.
 
-    The weights stay in the bucket, from which they are gathered. The master form covers this rank's shard and
-    one neighbour's, whose weights are invalid from the optimizer step until the next all-gather. The lower
-    halves take extra memory: 2 bytes per number of the shard.
+    The weights stay in the bucket, which Megatron all-gathers. In master form, the float32 numbers overwrite
+    this rank's shard and a neighbouring shard, which stays invalid from the optimizer step until the next
+    all-gather. The lower halves take additional memory: 2 bytes per number of the shard.
 
     Args:
         bucket: bfloat16 ``[size * n]``, contiguous.

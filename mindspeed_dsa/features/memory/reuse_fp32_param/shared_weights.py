@@ -53,7 +53,7 @@ class SharedWeights(OptimizerState):
             return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Round the master weights to bfloat16 in place."""
+        """Convert to pair form instead of copying master weights to the model."""
         # Megatron's copy is not called: float32 weights of the model are their own masters.
         if self.masters.in_master_form:
             self.masters.to_pairs()
@@ -117,7 +117,7 @@ def _share_parameters(optimizer: Any) -> list[Master]:
 
 @torch.no_grad()
 def _share_buckets(optimizer: Any) -> list[Master]:
-    """Overlay master weights on buckets; with one data parallel rank, move the buffer to a new storage."""
+    """Let master weights share bucket memory; with one data parallel rank, move the buffer to new memory."""
     models = [model for group in optimizer.model_float16_groups for model in group]
     mains = [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
     for main in mains:  # free the separate master weights, which still equal the bfloat16 weights
@@ -208,7 +208,7 @@ class Masters:
             self._freed.free(master.tensor)
 
     def to_master(self) -> None:
-        """Put the float32 values into the tensors; the model's bfloat16 weights are invalid meanwhile."""
+        """Convert to master form, in which master tensors have values and bfloat16 weights are invalid."""
         self._is_changing = True
         for storage in self.storages:
             storage.to_master()
@@ -219,7 +219,7 @@ class Masters:
         self.in_master_form, self._is_changing = True, False
 
     def to_pairs(self) -> None:
-        """Restore the model's bfloat16 weights and free the tensors."""
+        """Convert to pair form, in which bfloat16 weights are valid, and free the master tensors."""
         self._is_changing = True
         for master in self._by_tensor.values():
             self._freed.free(master.tensor)

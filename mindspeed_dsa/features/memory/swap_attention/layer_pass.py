@@ -351,7 +351,7 @@ class _Kept(_Saved):
 
 
 class _Swapped(_Saved):
-    """Saved view of a storage that is copied to the host."""
+    """Saved tensor whose storage is copied to the host."""
 
     def __init__(self, tensor: Tensor, name: str, swapped: SwappedStorage) -> None:
         counter = tensor.detach()  # shares the version counter

@@ -62,7 +62,7 @@ class SwappedState(StateWithMoments):
     """Host state of one of Megatron's optimizers.
 
     Attributes:
-        pipeline: pipeline that makes the steps.
+        pipeline: pipeline that runs the optimizer steps.
     """
 
     check = staticmethod(check_swapped_state)
@@ -352,7 +352,7 @@ class EarlyGather:
 
     @contextmanager
     def during_a_step(self) -> Iterator[Callable[[int, Event], None]]:
-        """Yield a callback that takes a chunk's number and the event recorded after its update."""
+        """Yield the callback for updated chunks, which starts the all-gathers that have become possible."""
         self._done = 0
         try:
             yield self._updated

@@ -159,7 +159,6 @@ def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, 
 
 
 def _quota(context: Context[Options]) -> float:
-    """Return the quota of this process in bytes."""
     parallel_state = context.megatron("core.parallel_state")
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     require(context, check_quotas, SimpleNamespace(pipeline_model_parallel_size=stages))

@@ -27,7 +27,7 @@ _NOT_A_MASTERS = ("main_grad", "main_param")
 
 
 def count_fp32_weights_in(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``Float16OptimizerWithFloat16Params.__init__``: give every fp32 weight a master."""
+    """Decorate ``Float16OptimizerWithFloat16Params.__init__``: give every fp32 weight a master weight."""
 
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check_norm_weights, config)
