@@ -322,7 +322,7 @@ def _name(implementation: Backend) -> str:
 
 
 def _find(operator: str, name: str) -> Any:
-    """Return the backend: its module, or an instance of its class."""
+    """Import a backend; return its module, or an instance of its class."""
     kind = _class(operator, name)
     return import_module(f"{__package__}.{operator}.{name}") if kind is None else kind()
 
@@ -352,7 +352,7 @@ def _is_foreign(error: Exception) -> bool:
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:
-    """Return the backend and None, or None and the reason why it cannot be used."""
+    """Import a backend; return ``(backend, None)``, or ``(None, reason)`` if it cannot be used."""
     path = f"{__package__}.{operator}.{name}"
     try:
         module = _find(operator, name)

@@ -38,7 +38,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """Return an uninitialized contiguous buffer, which overlaps earlier buffers of the same name."""
+        """Return an uninitialized contiguous buffer; it reuses the memory of earlier buffers of this name."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:

@@ -75,7 +75,7 @@ class PartsCall(Call):
     softmax_scale: float
 
     def whole(self) -> DenseCall:
-        """Return the call with the parts of queries and keys concatenated."""
+        """Return the call with the rotary parts concatenated to query and key."""
         rope = self.key_rope.expand(-1, -1, self.key.shape[2], -1)  # [batch, rows, heads, rope]
         # [batch, rows, heads, dim + rope] each
         query, key = torch.cat([self.query, self.query_rope], dim=-1), torch.cat([self.key, rope], dim=-1)
@@ -102,7 +102,7 @@ class DenseAttention(Backend):
     def backward_of_parts(
         self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of the call's five tensors, in order."""
+        """Return the gradients of query, query_rope, key, key_rope and value."""
         of_query, of_key, of_value = self.backward(call.whole(), grad_out, out, statistics)
         sizes = [call.query.shape[3], call.query_rope.shape[3]]
         # [batch, rows, heads, dim], [batch, rows, heads, rope]
@@ -143,7 +143,7 @@ class Reference(DenseAttention):
 
 
 def _scores(query: Tensor, keys: Tensor, softmax_scale: float, causal: bool) -> Tensor:
-    """Return ``[batch, heads, query_length, key_length]``, fp32 or wider; -inf where a key is not seen."""
+    """Return scores ``[batch, heads, query_length, key_length]``, fp32 or wider; -inf for masked keys."""
     dtype = wide(query.dtype)
     scores = softmax_scale * torch.einsum("bthd,bshd->bhts", query.to(dtype), keys.to(dtype))
     if causal:
@@ -268,7 +268,7 @@ class Cuda(DenseAttention):
 
 
 def _cuda_size(query: Tensor, value: Tensor) -> int:
-    """Return the kernel's head size: the larger of both, rounded up to a multiple of 8."""
+    """Return the kernel's head size: the larger of query's and value's, rounded up to a multiple of 8."""
     size = max(query.shape[3], value.shape[3])
     return size + -size % _UNIT
 
@@ -343,7 +343,7 @@ class Npu(DenseAttention):
         return None
 
     def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
-        """Return the output and the statistics, which are in the operator's own layout."""
+        """Return the output and the softmax statistics in the operator's layout."""
         if self._declines(call):
             return super().forward_of_parts(call)
         operands, options = _npu_parts(call)
@@ -358,7 +358,7 @@ class Npu(DenseAttention):
     def backward_of_parts(
         self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of the call's five tensors, in order."""
+        """Return the gradients of query, query_rope, key, key_rope and value."""
         if self._declines(call):
             return super().backward_of_parts(call, grad_out, out, statistics)
         operands, options = _npu_parts(call)

@@ -15,7 +15,7 @@ from mindspeed_dsa.ops.rotary import Layout, rotate, rotation
 
 
 class IndexerOperands(NamedTuple):
-    """Operands of the indexer, in the operators' shapes."""
+    """Query, key and head weights of the indexer, in the shapes that the operators take."""
 
     query: Tensor
     """``[batch, rows, index_heads, index_dim]``."""

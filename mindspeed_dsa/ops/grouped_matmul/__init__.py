@@ -196,7 +196,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def multiply_apart(rows: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Multiply each group's rows with a separate weight, transposed; bit-equal to one linear layer per group.
+    """Multiply each group's rows with its own weight, transposed; bit-equal to one linear layer per group.
 
     Args:
         rows: ``[rows, in]``, sorted by group.

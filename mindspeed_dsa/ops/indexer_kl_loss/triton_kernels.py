@@ -82,7 +82,7 @@ def divergence_kernel(
 def add_piece(
     scores, query, key, is_row, inside, piece, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Add the products of one piece of the rows' and keys' columns to scores, ``[M, N]``.
+    """Add dot products of queries and keys over the columns of one piece to scores, ``[M, N]``.
 
     ``query`` and ``key`` are pointers to the starts of the rows, ``[M]``, and of the keys, ``[N]``.
     """
@@ -118,7 +118,7 @@ def dense_lse_kernel(
 ):
     """Compute log2 of the sum of exponentials, ``[rows, heads]``; one program per head and block of rows.
 
-    Tiles of keys and pieces of their columns form one loop, so that the next piece is always being loaded.
+    One loop covers all tiles of keys and all pieces of their columns, so that loads are always pipelined.
     """
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = (tl.program_id(0) // heads) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -175,7 +175,7 @@ def dense_sum_kernel(
     """Sum probabilities over heads, in head order; one program per block of rows and tile of keys.
 
     ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped, or zeroed with
-    ``EVERYWHERE``. Heads and pieces of their columns form one loop.
+    ``EVERYWHERE``. One loop covers all heads and all pieces of their columns.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     position = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,7 +248,7 @@ def dense_key_gradient_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute a share of the gradient of a tile of keys; one program per tile and share of the rows.
+    """Compute partial gradients of a tile of keys; one program per tile of keys and share of the rows.
 
     No other program adds to its part of ``grad_key``, which is ``[SPLITS, keys, dim]`` fp32 with a stride of
     ``grad_split`` for the first axis. ``grad_scores`` is ``[rows, key_length]``.

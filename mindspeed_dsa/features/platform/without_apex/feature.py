@@ -196,7 +196,7 @@ GRADIENT_FUSION = Feature(
 
 
 def is_needed(settings: Any) -> bool:
-    """Return whether Transformer Engine is missing; on CUDA only if ``--transformer-impl`` is set."""
+    """Return whether Transformer Engine is missing and, on CUDA, ``--transformer-impl`` is set."""
     if find_spec("transformer_engine") is not None:
         return False
     return bool(settings.platform != "cuda" or settings.transformer_impl)
