@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def model(made: dict[str, Path], tmp_path: Path) -> Any:
-    import shutil
-
     return lambda kind="deepseek_v3": Path(shutil.copytree(made[kind], tmp_path / "model"))
 
 
@@ -199,3 +198,29 @@ def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "out"), tensors_of(apart))
     done("export", tmp_path / "checkpoints", tmp_path / "like", "--like", tmp_path / "fused")
     assert same(tensors_of(tmp_path / "like"), tensors_of(apart))
+
+
+def test_fused_experts_in_fp8_are_read(tmp_path: Path) -> None:
+    """As transformers keeps them in memory: a factor for each 128 x 128 of an expert."""
+    width = {"num_hidden_layers": 2, "moe_intermediate_size": 128}
+    apart = models.quantise(models.write("deepseek_v3", tmp_path / "apart", **width))
+    tensors = load_file(apart / FILE)
+    experts = "model.layers.1.mlp.experts"
+    for end in ("", "_scale_inv"):
+        parts = [
+            [tensors.pop(f"{experts}.{expert}.{name}_proj.weight{end}") for expert in range(4)]
+            for name in ("gate", "up", "down")
+        ]
+        gate_up = [torch.cat(pair) for pair in zip(parts[0], parts[1], strict=True)]
+        tensors[f"{experts}.gate_up_proj{end}"] = torch.stack(gate_up)
+        tensors[f"{experts}.down_proj{end}"] = torch.stack(parts[2])
+    fused = Path(shutil.copytree(apart, tmp_path / "fused"))
+    rewritten(fused, tensors)
+    done("import", fused, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--fp8-blocks", "--like", fused)
+    assert (tmp_path / "out" / FILE).read_bytes() == (apart / FILE).read_bytes()
+    tensors[f"{experts}.gate_up_proj_scale_inv"] = torch.ones(4, 3, 2)
+    rewritten(fused, tensors)
+    status, text = weights("import", fused, tmp_path / "target")
+    assert status == 2
+    assert f"{experts}.0.gate_proj.weight_scale_inv is [2, 2]" in text

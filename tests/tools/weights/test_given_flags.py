@@ -39,10 +39,12 @@ def wanted(file: dict[str, Any], words: list[str], folder: Path) -> job.Import:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "kimi_k2"])
 @pytest.mark.parametrize("shared", [{}, SHARED, {"index_topk_pattern": "FFSFSS"}], ids=str)
 def test_printed_flags_are_accepted(kind: str, rope: str, shared: Any, tmp_path: Path) -> None:
-    file = config(kind, rope_parameters=ROPES[rope], **({} if kind == "deepseek_v3" else shared))
+    dense = kind in ("deepseek_v3", "kimi_k2")
+    file = config("deepseek_v3" if dense else kind, rope_parameters=ROPES[rope], **({} if dense else shared))
+    file["model_type"] = kind
     lines = [*flags_of(file, release_here(), "test"), *flags_of_training(file, False, "test")]
     found = wanted(file, [word for line in lines for word in shlex.split(line)], tmp_path)
     assert found.values["rotary_base"] == int(ROPES[rope]["rope_theta"])
