@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mindspeed_dsa.features.checkpoints.hugging_face import mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of, read_config
+from mindspeed_dsa.tools.weights.model import release_here
 from tests.tools.weights import models
 from tests.tools.weights.models import CLASSES, FILE, done, same, tensors_of, weights
 
@@ -109,6 +113,13 @@ def test_the_key_that_contradicts_the_files_is_named(
         assert each in text, text
     assert text.count(" is [") <= 1, "the first one only"
     assert not (tmp_path / "target").exists()
+
+
+def test_a_job_hears_of_it_before_it_starts(model: Any) -> None:
+    folder = changed(model(), kv_lora_rank=24)
+    args = Namespace(**arguments_of(read_config(folder, "test"), "test"))
+    (problem,) = mismatch.problems(args, folder, release_here())
+    assert "kv_a_layernorm.weight is [16], and in config.json kv_lora_rank is 24" in problem
 
 
 # -- layers of multi-token prediction ------------------------------------------------------------

@@ -73,6 +73,43 @@ def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
     weights.load([], tmp_path, JOB)  # uses the package's logger
 
 
+def test_files_that_contradict_their_config_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(KIND | {"hidden_size": 4, "kv_lora_rank": 3}))
+    with pytest.raises(
+        RunError, match=r"weight is \[1\], and in config.json (hidden_size is 4|kv_lora_rank is 3) "
+    ):
+        loading.load([], tmp_path, JOB, log.get())
+
+
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_a_copy_in_a_prediction_layer_must_be_the_models(tmp_path: Path, copy: str) -> None:
+    job = SimpleNamespace(**vars(JOB), mtp_num_layers=1)
+    shape = Shape.of(job, BY_TYPE["deepseek_v32"])
+    tensors = {name: torch.zeros(2, 1) for place in shape.places() for name in shape.names(place)}
+    tensors |= {name: torch.zeros(2, 1) for name, _ in shape.repeated()}
+    (tmp_path / "config.json").write_text(
+        json.dumps(KIND | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
+    )
+    save_file(tensors, tmp_path / "model.safetensors")
+    loading.load([], tmp_path, job, log.get())
+    tensors[f"model.layers.3.{copy}.weight"] = torch.tensor([[0.0], [1.0]])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match=rf"model.layers.3.{copy}.weight differs from (model.embed_|lm_head)"):
+        loading.load([], tmp_path, job, log.get())
+    loading.load([], tmp_path, JOB, log.get())  # the job leaves the layer out
+
+
+def test_indexers_of_layers_that_share_are_left_out_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    loading.load([], tmp_path, JOB, log.get())
+    assert "share a selection" not in capsys.readouterr().err
+    loading.load([], tmp_path, SimpleNamespace(**vars(JOB), dsa_indexer_topk_pattern="CSC"), log.get())
+    assert "the files have indexers in layers 2, which share a selection" in capsys.readouterr().err
+
+
 def test_a_dense_models_files_have_no_indexers(tmp_path: Path) -> None:
     write(tmp_path, ".indexer.")
     loading.load([], tmp_path, JOB, log.get())
