@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _states(folder: Path, found: Sequence[int], options: argparse.Namespace) -> list[State]:
-    """Check checkpoints, newest first. With ``--keep K``, read the K newest whole ones completely."""
+    """Check checkpoints, newest first. With ``--keep K``, read all bytes of the K newest complete ones."""
     # Checksums are compared before others are deleted: --keep must not rely on a damaged checkpoint.
     states: list[State] = []
     left = options.keep or 0  # whole checkpoints that --keep still has to find

@@ -212,7 +212,7 @@ def _sides(options: argparse.Namespace, command: Sequence[str], on_by_default: S
 
 @contextlib.contextmanager
 def _children_end_with_us() -> Iterator[None]:
-    """Let SIGTERM stop this command like Ctrl-C, including the current run."""
+    """Handle SIGTERM like Ctrl-C inside the block, so that the current run is stopped, too."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

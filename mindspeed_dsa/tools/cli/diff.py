@@ -28,11 +28,11 @@ _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 
 @dataclass(frozen=True)
 class SiteResult:
-    """The check of one patch target of one feature.
+    """Result of checking one patch target of one feature.
 
     Attributes:
         fatal: messages about problems that stop the feature.
-        lost: messages about a missing optional target; the feature runs without this part.
+        lost: messages about a missing optional target; the feature runs without this patch.
     """
 
     target: str
@@ -46,7 +46,7 @@ class SiteResult:
 
 @dataclass(frozen=True)
 class FeatureResult:
-    """The checks of one feature; ``refused`` is the reason why this release cannot run it, or empty."""
+    """Results for one feature; ``refused`` is the reason why it does not support this release, or empty."""
 
     name: str
     refused: str
@@ -132,7 +132,7 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
 
 
 def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None) -> dict[str, trained.Result]:
-    """Return each feature's test outcome with these sources, or the static verdict where no test ran.
+    """Return a dict from feature to its test result with these sources, or its static verdict.
 
     Raises:
         SettingsError: the file cannot be read, or is for another release.
@@ -244,7 +244,7 @@ def _sources(text: str, root: str) -> SourceTree:
 
 
 def _top(path: Path, root: str) -> Path:
-    """Return the folder that contains the root package, for a path to its parent, ``src`` or itself."""
+    """Return the folder that contains the root package, for this folder, its parent or the package."""
     # /repo, /repo/src/.. as in newer checkouts, or /repo/megatron.
     for top in (path, path / "src", path.parent if path.name == root else path):
         if (top / root / "core").is_dir():

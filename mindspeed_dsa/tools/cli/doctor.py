@@ -146,9 +146,10 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
 
 
 def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the flags to read, and the part that the job's own parser also reads.
+    """Split a command line at ``--`` into flags for doctor, and flags for the job's own parser.
 
-    A script or launcher after ``--`` starts the job's complete command line; all its flags are then read.
+    If a script or launcher follows ``--``, the rest is the job's complete command line. Doctor then reads all
+    of its flags, too.
     """
     if "--" not in argv:
         return argv, []
@@ -158,7 +159,7 @@ def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _script(argv: Sequence[str]) -> str:
-    """Return the script named after ``--``, or an empty string."""
+    """Return the Python script in the command line after ``--``, or an empty string."""
     return Command.of(argv[argv.index("--") + 1 :]).script if "--" in argv else ""
 
 
@@ -179,7 +180,7 @@ def _selecting(args: argparse.Namespace) -> str:
 
 
 def _verify(running: session.Session) -> list[str]:
-    """Import the modules of pending sites, so that they are patched; then search for stale references."""
+    """Import the modules of pending sites, which patches them, then search for originals in use."""
     problems = []
     for site in running.report():
         if site.state != "pending":
@@ -198,7 +199,7 @@ def _verify(running: session.Session) -> list[str]:
 
 
 def _without_target(running: session.Session) -> list[str]:
-    """Return messages about optional patches whose target is missing although the release should have it."""
+    """Return messages about optional patches whose target is missing in a release in their version range."""
     root = running.settings.megatron_root
     checker = checks.checker(root)
     return [
@@ -233,7 +234,7 @@ def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str
 
 
 def _unloaded(running: session.Session | None) -> list[str]:
-    """Return why an installed torch_npu fails to load; empty if another platform was requested."""
+    """Return the reason why an installed torch_npu fails to load; empty if another platform was requested."""
     from mindspeed_dsa import platforms
 
     if running is None or running.settings.mindspeed_platform != "auto":
@@ -254,7 +255,7 @@ def _platform(running: session.Session | None) -> dict[str, Any]:
 
 
 def _without_model(running: session.Session, whole: bool) -> list[str]:
-    """Return a note for a partial command line with ``--use-fused-dsa`` that does not name a DSA model."""
+    """Return a note if a partial command line has ``--use-fused-dsa``, but no flags of a DSA model."""
     if whole or not fused_wanted(running.settings) or uses_dsa(running.settings):
         return []
     said = "fused-dsa acts on DSA models alone, and nothing here says --experimental-attention-variant dsa"
@@ -262,7 +263,7 @@ def _without_model(running: session.Session, whole: bool) -> list[str]:
 
 
 def _changes(sites: Sequence[SiteReport]) -> list[dict[str, Any]]:
-    """Return the fork's changes to patched functions, and whether a patch drops them."""
+    """Return the patched functions that a fork has changed, and whether our patch replaces the change."""
     return [
         {"target": site.target, "features": site.features, "text": note, "lost": drift.LOST in note}
         for site in sites

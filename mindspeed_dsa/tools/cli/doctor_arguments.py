@@ -1,4 +1,4 @@
-"""``doctor``'s reading of a command line: the job's own parser, and flags that it does not have."""
+"""Parsing of a job's command line for ``doctor``: values as the job reads them, and unknown flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobParser(argparse.ArgumentParser):
     An invalid value is recorded instead of ending the process, and parsing continues.
 
     Attributes:
-        whose: parser's name in messages.
+        whose: name of the parser's owner, for messages.
         refused: messages about invalid values.
     """
 
@@ -71,7 +71,8 @@ def parser_of(running: session.Session | None) -> JobParser:
     """Build the job's parser under a session: Megatron's flags, and the flags that features add.
 
     Args:
-        running: session; None if none could start, which leaves out flags added by patches of ``parse_args``.
+        running: session; None if starting it failed. Flags added by patches of ``parse_args`` are then
+            missing.
     """
     root = running.settings.megatron_root if running else settings.MEGATRON_ROOT.default
     made = _megatrons(root)
@@ -100,7 +101,7 @@ def _megatrons(root: str) -> JobParser:
 
 
 def number(release: str | None) -> Version | None:
-    """Return a Megatron release as a version; None without one, or if a fork's text is no version."""
+    """Return a release as a :class:`Version`; None without one, or if it is not a valid version."""
     try:
         return Version(release) if release else None
     except InvalidVersion:
@@ -127,7 +128,7 @@ def read(
         running: session started with these flags.
         argv: flags.
         whole: whether ``argv`` has all of the job's flags. If so, missing flags get Megatron's defaults, else
-            their arguments are absent.
+            the result lacks them.
 
     Returns:
         The arguments, and messages about unparsable words and values.
@@ -194,7 +195,7 @@ def derive(args: argparse.Namespace, world: int = 0) -> None:
 
 
 def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobParser, root: str) -> list[str]:
-    """Return a message for each flag that neither this library nor Megatron has, with similar names.
+    """Return a message, with similar names, for each flag that neither this library nor Megatron has.
 
     Args:
         argv: words of the command line.

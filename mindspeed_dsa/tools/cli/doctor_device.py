@@ -21,10 +21,10 @@ _COMMAND = (sys.executable, "-m", "mindspeed_dsa.tools.trial.device")
 
 
 def examine(platform: str) -> list[dict[str, Any]]:
-    """Run the device test in a subprocess, as a failing device may kill the process.
+    """Run the device test in a subprocess, because a failing device may kill the process.
 
     Args:
-        platform: platform's name; any other word if none was detected.
+        platform: platform's name; any other text means that none was detected.
 
     Returns:
         One dict per stage, with its duration ``seconds`` or a one-line ``error``.
@@ -55,7 +55,7 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _answers(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
-    """Return the stages reported by the process, and the stage that it began without reporting a result."""
+    """Return the results that the process has reported, and the stage that it was in when it ended."""
     results: list[dict[str, Any]] = []
     begun = ""
     assert process.stdout is not None

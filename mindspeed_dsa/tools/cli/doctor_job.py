@@ -1,4 +1,4 @@
-"""``doctor --job``: parse a job's command line with its launcher, and check the environment for it."""
+"""``doctor --job``: split a job's complete command line, and check the environment for this job."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def examine(
     Args:
         command: job's command line.
         read: job's flags, with MindSpeed's flags replaced by Megatron's.
-        running: session started with these flags; None if none could start.
+        running: session started with these flags; None if starting it failed.
     """
     words = [command.script or "pretrain_gpt.py", *read]
     args = _arguments(words, command.is_example, running)
@@ -118,7 +118,7 @@ def _arguments(
 
 
 def _active(args: argparse.Namespace) -> list[Feature]:
-    """Return the features that the flags switch on, without a session."""
+    """Return the features that the flags switch on; needs no session."""
     seen: Any = Switches(args)
     features = []
     for feature in all_features():

@@ -1,4 +1,4 @@
-"""``doctor``'s table of DSA operators: the backend of each on this device, and why others are skipped."""
+"""Table of DSA operators for ``doctor``: chosen backend on this device, and why others are skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_served(root: str) -> bool:
 
 
 def examine(running: session.Session, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Choose a backend for each operator, as the operator's first call in a job does.
+    """Choose a backend for each operator, in the same way as the first call in a job.
 
     Args:
         running: session.

@@ -1,4 +1,4 @@
-"""``doctor``'s report as text: verdict, active features and operators; the rest with ``--all``."""
+"""Text report of ``doctor``: verdict, active features and operators; everything else with ``--all``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
 
 
 def fails(findings: Mapping[str, Any]) -> bool:
-    """Return whether a finding stops a job, which makes the exit status 1."""
+    """Return whether any finding stops a job, so that the exit status is 1."""
     return bool(findings["problems"] or _errors(findings) or _failed(findings))
 
 
@@ -228,7 +228,7 @@ def state_of(name: str, is_on: bool, sites: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_suppliers(states: Mapping[str, str], supplies: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Replace ``not needed here`` by ``in NAME`` for features that an active backport contains.
+    """Replace ``not needed here`` by ``in NAME`` for features that an active backport NAME includes.
 
     Args:
         states: dict from feature name to state, for all features.

@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
-    """Return lines about the features that read a flag."""
+    """Return lines that describe the features that read a flag."""
     if not known:
         return []
     names = ", ".join(feature.label for feature in known)
@@ -95,7 +95,7 @@ def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
 
 
 def _search(word: str) -> list[str]:
-    """Return the features, flags, commands and pages that contain a word; more than 12 flags without help."""
+    """Return lines about features, flags, commands and pages with a word; many flags without help."""
     rows = [
         f"{feature.label}: {feature.summary}"
         for feature in everything()

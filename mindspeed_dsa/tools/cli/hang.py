@@ -34,7 +34,7 @@ _RUNNING_S = 1.0
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the report on the records of a folder."""
+    """Print a report about the records in a folder; return the exit status."""
     options = _parse(argv)
     records = collectives.read(options.folder)
     print("\n".join(_report(records, waits.find(records), options)))
@@ -152,7 +152,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _standing(record: Record) -> str:
-    """Return the position in the schedule and the innermost stack line outside of libraries."""
+    """Return a rank's position in the pipeline schedule and innermost stack line outside of libraries."""
     stack = record.stacks.get("main", [])
     line = next((each for each in reversed(stack) if not any(part in each for part in _FOREIGN)), "")
     if line != (stack[-1] if stack else ""):

@@ -1,4 +1,4 @@
-"""Table of the commands, and word search in their summaries and in the titles of the pages."""
+"""Table of all commands, and word search in command summaries and in titles of documentation pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def commands_with(word: str) -> list[str]:
 
 
 def pages_with(word: str) -> list[str]:
-    """Return the pages with a matching title, and these titles; more than 12 pages without titles.
+    """Return the documentation pages with a matching title; up to 12 pages are listed with titles.
 
     Args:
         word: search word in lower case.

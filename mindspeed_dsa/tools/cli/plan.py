@@ -138,7 +138,7 @@ def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _model(name: str, words: Sequence[str], job: Job) -> str:
-    """Return the model flags for ``--config``, which training needs in addition to a layout's line."""
+    """Return a line with the model flags for ``--config``, which the printed layout flags do not include."""
     _, flags_given, _ = flags.read(words)
     release = str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
     found = configs.flags_of(Path(name), flags_given, job, release)

@@ -1,7 +1,8 @@
 """``selections``: show a recording of selected keys, or compare two recordings.
 
-A comparison counts equal keys by layer, context length and key position, and the lost attention mass. Query
-tokens that see no more than ``topk`` keys are left out, as they select all of them.
+A comparison of recordings A and B counts the keys that both select, by layer, context length and key
+position. It also sums the attention probability on keys that only A selects (``lost``). Query tokens that see
+at most ``topk`` keys are left out, because they select all of them.
 """
 
 from __future__ import annotations
@@ -157,22 +158,26 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @dataclass
 class Agreement:
-    """Counts of A's selected keys, and of the part that B selects, too.
+    """Counts of the keys that recording A selects, and of those that recording B selects as well.
 
-    The names are ``same`` (query tokens with the same set of keys in both), ``keys`` (A's keys), each of
-    :data:`PLACES` (A's keys at that place), a power of two n (keys of query tokens that see n to 2n - 1 keys)
-    and ``lost`` (A's attention mass, whose part is on keys that B lacks).
+    Counts have names:
+
+    * ``keys``: all of A's keys; those that B selects as well.
+    * a name of :data:`PLACES`: the same for keys at this position in the sequence.
+    * a power of two ``n``: the same for query tokens that see n to 2n - 1 keys.
+    * ``same``: all query tokens; those with the same set of keys in both.
+    * ``lost``: sum of A's attention probabilities; the sum on keys that B lacks.
 
     Attributes:
-        part: dict from name to the number or mass in the part.
-        whole: dict from name to the total; without ``lost`` if the masses were not recorded.
+        part: dict from name to the second of these numbers.
+        whole: dict from name to the first; without ``lost`` if no probabilities were recorded.
     """
 
     part: Counter[str | int] = field(default_factory=Counter)
     whole: Counter[str | int] = field(default_factory=Counter)
 
     def count(self, name: str | int, part: Any, whole: Any) -> None:
-        """Add scalars of arrays to ``part`` and ``whole``."""
+        """Add two array scalars to ``part`` and ``whole``."""
         self.part[name] += part.item()
         self.whole[name] += whole.item()
 
@@ -195,7 +200,7 @@ class Agreement:
         return sorted(name for name in self.whole if isinstance(name, int))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the quotients for JSON, with None for empty groups."""
+        """Return part / whole of all counts for JSON, with None where whole is zero."""
         return {
             "rows": self.rows,
             "same_rows": self.value("same"),
@@ -252,7 +257,7 @@ def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
 
 
 def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass: Any) -> None:
-    """Count keys ``[rows, topk]`` (padded by -1) of query tokens that see ``visible`` keys, ``[rows]``."""
+    """Compare A's ``keys`` and B's ``others``, both ``[rows, topk]`` padded with -1, and add the counts."""
     named = keys >= 0
     has = np.zeros((len(keys), int(visible.max()) + 1), np.bool_)
     # Padding is scattered into an additional last column, which is cleared afterwards.
@@ -317,7 +322,7 @@ def _percent(value: float | None) -> str:
 
 
 def _draw(path: Path, layers: Mapping[int, Agreement], names: Sequence[str]) -> None:
-    """Draw the share of equal keys over layers by key position, and over context length."""
+    """Plot the share of equal keys over the layers, by key position, and over the context length."""
     pyplot = pyplot_for(path)
     figure, (by_place, by_length) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name in (*PLACES, "keys"):

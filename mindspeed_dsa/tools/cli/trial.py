@@ -1,4 +1,4 @@
-"""``try``: train a small model with Megatron's own DSA and with the fused one, step by step in turns."""
+"""``try``: train a small model with Megatron's own and with the fused DSA, alternating after each step."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _there(module: str) -> bool:
 
 
 class _SideFailedError(Exception):
-    """A side's process ended early; the message has the last lines of its log."""
+    """Raised if a side's process ends early; the message has the last lines of its log."""
 
 
 class _Side:
@@ -144,7 +144,7 @@ class _Side:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for the process's next line, and parse it."""
+        """Read and parse the next line of JSON from the process."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

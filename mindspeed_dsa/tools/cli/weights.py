@@ -174,7 +174,7 @@ def _first() -> bool:
 
 
 def _bar(what: str) -> Callable[[int], Callable[[int], None]]:
-    """Return a function that opens a bar of N bytes on rank 0, and returns the callback for progress."""
+    """Return a function that opens a progress bar of N bytes on rank 0 and returns its update function."""
 
     def begin(total: int) -> Callable[[int], None]:
         if not _first():

@@ -1,4 +1,4 @@
-"""Jobs of ``compare``: command lines of the runs, and their execution as subprocesses."""
+"""Jobs that ``compare`` can run: their command lines, and their execution as subprocesses."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ExampleJob:
 
 @dataclass(frozen=True)
 class CommandJob:
-    """Any other command; its weights come from its seed or its own checkpoint.
+    """Any other command, with initial weights from its own seed or checkpoint.
 
     Attributes:
         words: command line; ``{out}`` is replaced by the run's folder.
@@ -220,7 +220,7 @@ def child_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def new_folder(wanted: Path, command: str) -> Path:
-    """Make ``DIR``, or the first free one of ``DIR-2``, ``DIR-3``, ...; existing results are kept.
+    """Create ``DIR``, or if it exists ``DIR-2``, ``DIR-3``, ..., so that earlier results are kept.
 
     Raises:
         SettingsError: the folder cannot be made; the message begins with ``command``.
@@ -244,7 +244,7 @@ def new_folder(wanted: Path, command: str) -> Path:
 
 
 def ours(folder: Path) -> dict[str, str]:
-    """Return the variables that make the library write its report and digests of the initial weights."""
+    """Return environment variables that make the library write its report and digests of initial weights."""
     return {
         "MINDSPEED_DSA_MINDSPEED_REPORT_DIR": str(folder),
         "MINDSPEED_DSA_INITIAL_WEIGHTS_DIR": str(folder / WEIGHTS),
@@ -252,7 +252,7 @@ def ours(folder: Path) -> dict[str, str]:
 
 
 def last_lines(path: Path, count: int = 30) -> list[str]:
-    """Return the last lines of a job's log, without torchrun's report on the failure below them."""
+    """Return the last lines of a job's log, leaving out torchrun's report at its end."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -130,7 +130,7 @@ def _on(report: dict[str, Any]) -> list[str]:
 
 
 def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Return warnings about compared features that were on in A or off in B, by the runs' reports."""
+    """Return warnings if the runs' reports show a compared feature on in A or off in B."""
     warnings = []
     for name, report in reports.items():
         if report is None:
@@ -150,15 +150,15 @@ def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> li
 
 
 def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
-    """Return the number of first steps to exclude from the times; every run keeps at least one step."""
+    """Return the number of warmup steps to exclude from the times; every run keeps at least one step."""
     return max(0, min(wanted, *(len(records) - 1 for records in runs)))
 
 
 def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
-    """Return, for each measured metric of one side, the median over its runs and each run's value.
+    """Return a dict from metric to the median over one side's runs and the value of each run.
 
-    A run's time is the median over its steps after the first ``skip``; its memory is the maximum over all
-    steps.
+    The value of a time is the median over the run's steps after the first ``skip``. The value of memory is
+    the maximum over all steps.
     """
     result = {}
     for name in MEASURED:
@@ -201,7 +201,7 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
-    """Return the difference of one metric between run B and run A, over the steps of both.
+    """Return the difference of one metric between a run of A and a run of B, over their common steps.
 
     Returns:
         None if neither run has the metric. Else a dict with the number of common ``steps``, ``first_step``
@@ -297,7 +297,7 @@ def digest_of_files(folder: Path) -> str:
 def compare_weights(
     runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Compare the initial weights of every run with those in the first run.
+    """Compare the initial weights of every run with the first run's weights.
 
     Args:
         runs: dict from the run's name to its digests, in the order of the runs.

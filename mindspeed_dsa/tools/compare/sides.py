@@ -1,4 +1,4 @@
-"""The two sides of a comparison: the flags appended to the job's command line."""
+"""Two sides of a comparison: the flags that each appends to the job's command line."""
 
 from __future__ import annotations
 

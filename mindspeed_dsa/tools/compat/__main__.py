@@ -14,7 +14,7 @@ from mindspeed_dsa.tools.compat.refresh import refresh
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the record or the test results, then the generated pages; return the exit status."""
+    """Update the record or the test results, then write the generated pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa.tools.compat", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("refresh", help="read the released wheels and write the record and pages")

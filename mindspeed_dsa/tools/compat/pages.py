@@ -1,4 +1,4 @@
-"""Generated pages: the compatibility table, the index of features, the tables in their pages."""
+"""Generator of documentation: compatibility table, index of features, and tables in the features' pages."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ _PLAIN = re.compile(r"[\W\d_]*|`[^`]*`")
 class Translation:
     """Translations of texts in declarations, from one file.
 
-    The key is the text itself, not a name. A reworded declaration therefore has no translation until somebody
-    translates it again, and an unused translation is reported.
+    The key is the text itself, not a name. A reworded declaration is therefore reported as untranslated, and
+    the translation of the old text as unused.
 
     Args:
         file: JSON file with one object from text to translation.
@@ -94,7 +94,7 @@ class Translation:
         self._asked: dict[str, None] = {}
 
     def __call__(self, text: str) -> str:
-        """Return a text's translation, or the text itself, which :meth:`problems` then reports."""
+        """Return a text's translation, or if it is missing the text; :meth:`problems` reports that."""
         if text not in self._said and _PLAIN.fullmatch(text):
             return text
         self._asked[text] = None
@@ -221,7 +221,7 @@ def _fill(
 
 
 def index(by_kind: Mapping[str, Sequence[Feature]]) -> str:
-    """Build the page with all features and switches by kind; kind ``""`` has the session's own patches."""
+    """Build the page that lists all features by kind; kind ``""`` is for the session's own patches."""
     return f"{_INDEX_HEADER}\n{kinds(by_kind, '')}"
 
 
@@ -245,7 +245,7 @@ def kinds(by_kind: Mapping[str, Sequence[Feature]], folder: str, word: Word = st
 
 
 def _marked(switch: str, word: Word) -> str:
-    """Mark the flag's name as code, and translate the words after it."""
+    """Format a flag's name as code, and translate the words after it."""
     said = re.sub(r", automatic| \(Megatron's\)|automatic", lambda found: word(found[0]), switch)
     return re.sub(r"^--[\w-]+", r"`\g<0>`", said, flags=re.ASCII)
 

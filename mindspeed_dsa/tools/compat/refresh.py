@@ -1,4 +1,4 @@
-"""Rebuilds the record of patch targets from Megatron's releases; downloads and caches their wheels."""
+"""Update of the record of patch targets from Megatron's releases, whose wheels are downloaded and cached."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
 
 
 def _branch(clone: Path) -> str | None:
-    """Return the newest ref of ``main``: the clone's own branch may be older than the fetched one."""
+    """Return the newest ref of ``main``; the local branch may be older than the remote one."""
     names = (f"refs/heads/{MAIN}", f"refs/remotes/origin/{MAIN}")
     newest = _git(clone, "for-each-ref", "--sort=-committerdate", "--count=1", "--format=%(refname)", *names)
     return newest.stdout.decode().strip() or None

@@ -1,4 +1,4 @@
-"""Generated text about Megatron-core's releases: matrix, unsupported features, trained layouts."""
+"""Generated documentation about Megatron-core's releases: matrix, unsupported features, tested layouts."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _word(
 
 
 def _to_be_explained(verdict: Verdict, result: trained.Result) -> bool:
-    """Return whether the training result needs a remark that the static verdict does not give."""
+    """Return whether the training result needs a remark of its own, in addition to the static verdict's."""
     refused = result.word.startswith(trained.REFUSED) and verdict.word == "fits"
     return refused or result.word.startswith(trained.FAILS)
 

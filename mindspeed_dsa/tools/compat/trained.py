@@ -1,6 +1,6 @@
-"""Results of ``make test-matrix`` by feature and release, and static verdicts.
+"""Results of ``make test-matrix`` by feature and Megatron-core release, and verdicts without a test run.
 
-``trained.json`` in this folder is merged from the tests' files, one per release.
+``trained.json`` in this folder is merged from the result files of the tests, one per release.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Word = Literal[
 
 @dataclass(frozen=True)
 class Verdict:
-    """One cell of the compatibility table, with the reason if it needs one.
+    """Static verdict: one cell of the compatibility table, found by checks of source code only.
 
     Attributes:
         word: verdict.
@@ -43,12 +43,12 @@ class Verdict:
 
 
 def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
-    """Return the static verdict on a feature with a recorded release of Megatron-core.
+    """Return the static verdict on a feature for a recorded release of Megatron-core.
 
-    Below the patches' ranges, the release lacks the code that the feature changes, unless a backport among
-    ``others`` provides it. Above the ranges, the release has the change itself. Outside the feature's own
-    requirement the feature cannot be enabled. Inside the ranges every target must exist, also optional ones,
-    whose effect would otherwise be missing.
+    A release older than the patches' version ranges lacks the code that the feature changes, unless a
+    backport among ``others`` provides it. A newer release has the change itself. Outside of the feature's own
+    requirement the feature cannot be enabled. Inside the ranges every target must exist, including optional
+    ones, because the feature would otherwise lack a part of its effect.
     """
     version = records.version(release)
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
@@ -88,12 +88,12 @@ TRAINED, REFUSED, FAILS, FITS_ONLY = "trained", "refused", "fails", "fits, not t
 
 @dataclass(frozen=True)
 class Result:
-    """One feature on one release.
+    """Test result of one feature with one release.
 
     Attributes:
         word: ``trained``, ``refused: REASON``, ``fails: REASON``, ``fits, not trained``, or the static
             verdict.
-        layouts: layouts that trained.
+        layouts: parallel layouts with which training succeeded.
     """
 
     word: str
@@ -217,7 +217,7 @@ def merge(
 
 
 def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str, dict[str, str]]:
-    """Return the new cases, merged with earlier results of layouts that did not run again."""
+    """Merge new test cases with the earlier results of layouts that did not run again."""
     again = {layout for layouts in found.values() for layout in layouts}
     together = {what: dict(layouts) for what, layouts in found.items()}
     if not again:
@@ -232,7 +232,7 @@ def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str
 
 
 def result(found: Mapping[str, Mapping[str, str]], verdict: str) -> Result:
-    """Combine the cases of a feature in one release.
+    """Combine the test cases of a feature with one release.
 
     Args:
         found: dict from ``trained``, ``refused`` and ``fails`` to a dict from layout to reason.

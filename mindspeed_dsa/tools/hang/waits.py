@@ -1,4 +1,4 @@
-"""Finds the ranks that a hanging job waits for: in collectives not started by all ranks, and in messages."""
+"""Search for the ranks that a hanging job waits for, in collectives and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective or message that some ranks have started and others have not.
+    """A collective or point-to-point message that some ranks have started and others have not.
 
     Attributes:
         group: process group.
         call: call as recorded by the first rank that started it; None if it is no longer in the records.
-        number: index of the call in the group, or of the message between its two ranks, from 1.
-        arrived: dict from rank to its own call, or None if that is no longer in the records.
+        number: index, from 1, of the collective in its group or of the message between two ranks.
+        arrived: dict from rank that has started the call to its recorded call, None if it is no longer
+            recorded.
         missing: ranks that have not started the call.
         differs: description of the different calls, if ranks called different collectives.
     """
@@ -43,8 +44,8 @@ class Findings:
 
     Attributes:
         waits: waits, the longest first.
-        first: ranks that others wait for and that do not wait themselves.
-        failed: ranks with an error that another rank did not cause.
+        first: ranks that other ranks wait for and that do not wait themselves.
+        failed: ranks with an error that was not caused by another rank's failure.
         silent: ranks that wrote no record although others did.
     """
 
@@ -55,7 +56,7 @@ class Findings:
 
 
 def find(records: Sequence[Record]) -> Findings:
-    """Compare the started calls of all ranks.
+    """Compare the collectives and messages that each rank has started.
 
     Args:
         records: records of one job, one per rank that wrote one.
@@ -94,7 +95,7 @@ def _since(wait: Wait) -> float:
 
 
 def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[Group, dict[int, Group]]]:
-    """Yield every group once, with its records from each rank that wrote one."""
+    """Yield every process group once, with a dict from rank to that rank's record of the group."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
     for rank, record in by_rank.items():
         for group in record.groups:
@@ -146,7 +147,7 @@ def _failed(record: Record) -> bool:
 def _difference(
     known: Mapping[int, Group], least: int
 ) -> tuple[Call, int, dict[int, Call | None], tuple[int, ...], str] | None:
-    """Return the first collective of a group that ranks called with different functions or tensors."""
+    """Return the first collective of a group in which ranks differ by function or tensors."""
     calls = {
         rank: {call.number: call for call in each.calls if call.source is None}
         for rank, each in known.items()

@@ -1,4 +1,4 @@
-"""``--accept-mindspeed-flags``: translates a job's command line before Megatron parses it."""
+"""``--accept-mindspeed-flags``: translate MindSpeed's flags of a running job before Megatron parses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
         environ: environment variables; default: the process's own.
 
     Raises:
-        SettingsError: some flags that change results are not served, or contradict others; lists all of them.
+        SettingsError: flags that change results have no equivalent, or contradict others; lists all of them.
     """
     global _done
     environ = os.environ if environ is None else environ
@@ -78,7 +78,7 @@ def _refuse(found: Translation) -> None:
 
 
 def _report(found: Translation) -> None:
-    """Log one line for each kind of change."""
+    """Log the translated flags, one line per kind of change."""
     changed = [
         f"{outcome.given} -> {outcome.now}"
         for outcome in found.outcomes

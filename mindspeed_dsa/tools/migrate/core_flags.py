@@ -1,4 +1,4 @@
-"""Verdicts on the flags of MindSpeed core, by family; includes older flags of its parser."""
+"""Table of verdicts on the flags of MindSpeed core, including flags of older releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule for MindSpeed-LLM's supervised fine-tuning, which becomes Megatron-LM's ``--sft``."""
+"""Translation rule for MindSpeed-LLM's supervised fine-tuning, which becomes Megatron-LM's ``--sft``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEMPLATE = ("--prompt-type", "--prompt-type-path")
 
 
 def tune(job: Job) -> None:
-    """Translate ``--stage sft`` with ``--is-instruction-dataset``; other stages stay for the tables."""
+    """Translate ``--stage sft`` with ``--is-instruction-dataset``; tables of verdicts cover the rest."""
     if job.text(_STAGE) != "sft" or _DATA not in job:
         return
     if why := _unserved(job):
@@ -54,7 +54,7 @@ def tune(job: Job) -> None:
 
 
 def _unserved(job: Job) -> str:
-    """Return the reason why this fine-tuning is not served, or an empty string."""
+    """Return the reason why this fine-tuning cannot be translated, or an empty string."""
     if job.before("0.13"):
         return "Megatron-core before 0.13 has no --sft; train with 0.17 or later."
     if job.before("0.17"):

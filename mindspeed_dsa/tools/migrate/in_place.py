@@ -1,6 +1,6 @@
-"""Replaces flags in a shell script where they are written: in arrays, strings and the command.
+"""Replacement of flags in a shell script at their positions: in arrays, strings and the command.
 
-Edits replace words of the text by position. The result is parsed again and only used if it gives the
+Edits replace words of the text by position. The result is parsed again, and is used only if it yields the
 translated flags. Otherwise the caller writes all flags after the command.
 """
 
@@ -29,7 +29,7 @@ _END = re.compile(r"[ \t]*(\\?)\r?(\n|$)")
 
 @dataclass(frozen=True)
 class _Area:
-    """Text with flags from ``start`` to ``end``: a variable's value, or the command, whose name is empty."""
+    """Range ``start:end`` of the text that has flags: a variable's value, or the command (no name)."""
 
     name: str
     start: int
@@ -58,7 +58,7 @@ def rewrite(text: str, start: Start, given: Sequence[Given], found: Translation)
         found: translation of the old flags.
 
     Returns:
-        New text; None if an old flag is not in the text, or the new text does not give the translated flags.
+        New text; None if an old flag is not in the text, or the new text does not yield the translated flags.
     """
     edits: list[tuple[int, int, str]] = []
     behind: list[str] = []
@@ -146,7 +146,7 @@ def _places(text: str, start: Start) -> Iterator[_Place]:
 
 
 def _of_area(text: str, area: _Area, holding: set[str]) -> Iterator[_Place]:
-    """Yield the flags in one area; a variable that holds flags ends the values before it."""
+    """Yield the flags in one area. A variable that contains flags ends the values of the flag before it."""
     pattern = _WORD_IN_QUOTES if area.quotes else _WORD
     flag, begin, name_end, end = "", 0, 0, 0
     for match in pattern.finditer(text, area.start, area.end):
@@ -168,7 +168,7 @@ def _of_area(text: str, area: _Area, holding: set[str]) -> Iterator[_Place]:
 
 
 def _line(text: str, place: _Place, old: Given, new: Given) -> str | None:
-    """Return a new flag's text for its position; None if the text cannot be put inside the quotes there."""
+    """Return a new flag's text for a position; None if it cannot be written inside the quotes there."""
     if new.written == old.written and new.values == old.values and text[place.start] == "-":
         return new.flag + text[place.name_end : place.end]
     if not place.area.quotes:

@@ -1,4 +1,4 @@
-"""Data of a translation: verdicts on flags, the flags of a command line, and their outcomes."""
+"""Data classes of a translation: verdicts on flags, the flags of a command line, and their outcomes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Row:
 
     Attributes:
         flag: MindSpeed's name.
-        verdict: ``same``: served by this library's flag of the same name; ``megatron``: served by a flag of
-            Megatron, or by one of this library with another name; ``not needed``; ``not served``.
+        verdict: ``same``: this library has the flag under the same name; ``megatron``: replaced by a flag of
+            Megatron, or by a flag of this library with another name; ``not needed``; ``not served``: no
+            equivalent.
         why: one sentence for the report.
         name: new name, if it differs.
         values: dict from old to new value, for values that are spelt differently.
-        inert: values for which the flag has no effect, whatever the verdict.
-        refused: dict from value to reason, for values that are not served although the flag is.
-        results: whether training without a flag that is not served computes something else.
-        switch: flag without which MindSpeed ignores this one.
+        inert: values with which the flag has no effect, whatever the verdict.
+        refused: dict from unsupported value to reason, for a flag that is otherwise supported.
+        results: whether dropping a flag with verdict ``not served`` changes training results.
+        switch: flag that must be set, or MindSpeed ignores this one.
     """
 
     flag: str
@@ -65,17 +66,17 @@ def kept(flags: str, why: str = "Megatron's own flag.") -> list[Row]:
 
 
 def not_needed(flags: str, why: str) -> list[Row]:
-    """Return rows for flags that are not needed."""
+    """Return rows for flags with verdict ``not needed``."""
     return [Row(flag, "not needed", why) for flag in _each(flags)]
 
 
 def slower(flags: str, why: str, inert: tuple[str, ...] = ()) -> list[Row]:
-    """Return rows for flags that only affect speed or memory, and are not served."""
+    """Return rows for flags with verdict ``not served`` that affect only speed or memory."""
     return [Row(flag, "not served", why, inert=inert) for flag in _each(flags)]
 
 
 def different(flags: str, why: str, inert: tuple[str, ...] = ()) -> list[Row]:
-    """Return rows for flags that affect results, and are not served."""
+    """Return rows for flags with verdict ``not served`` that affect results."""
     return [Row(flag, "not served", why, inert=inert, results=True) for flag in _each(flags)]
 
 
@@ -95,7 +96,7 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 
 class Source(str):
-    """A word in shell notation with its quotes, written to the new script without changes."""
+    """Word in shell notation with its quotes, to be copied into the new script unchanged."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class Given:
 
     Attributes:
         flag: name with dashes.
-        values: values as the program reads them.
-        written: values as in the script: :class:`Source` words, which may be variables.
+        values: expanded values, as the program gets them.
+        written: values as in the script: :class:`Source` words, which may contain variables.
     """
 
     flag: str
@@ -122,20 +123,20 @@ class Given:
 
 
 def made(name: str, *values: str) -> Given:
-    """Return a new flag, which is not from the command line."""
+    """Return a flag added by the translation."""
     return Given(name, values, values)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome for one flag.
+    """Result of the translation for one flag.
 
     Attributes:
         given: original flag.
         kind: verdict.
         now: flags that replace it, as text; empty if none does.
         why: one sentence, or empty.
-        results: whether the job computes something else without a flag that is not served.
+        results: whether dropping the flag changes training results.
     """
 
     given: Given
@@ -240,19 +241,19 @@ class Job:
     # -- outcomes ------------------------------------------------------------------------------
 
     def is_kept(self, flag: str, kind: Verdict | Literal["unchanged", "unknown"], why: str = "") -> None:
-        """Keep the flag as it is."""
+        """Record that the flag stays unchanged."""
         given = self.given[flag]
         self.outcomes[flag] = Outcome(given, kind, str(given), why)
 
     def is_dropped(self, flag: str, why: str, *, results: bool | None = None) -> None:
-        """Drop the flag: not needed if ``results`` is None, else not served, with that effect on results."""
+        """Drop the flag as ``not needed``; if ``results`` is given, as ``not served`` with that effect."""
         kind: Kind = "not needed" if results is None else "not served"
         self.outcomes[flag] = Outcome(self.given[flag], kind, "", why, bool(results))
         if not results:  # a flag that changes results stays in the command, which parsers then refuse
             self._out.pop(flag, None)
 
     def becomes(self, flag: str, now: Sequence[Given], why: str = "") -> None:
-        """Replace the flag by others; record a problem if the job gives one of them another value."""
+        """Replace the flag by ``now``; record a problem if the job sets one of these otherwise."""
         old = self.given[flag]
         self.outcomes[flag] = Outcome(old, "megatron", " ".join(map(str, now)), why)
         for new in now:
@@ -261,7 +262,7 @@ class Job:
             self._out.pop(flag, None)
 
     def overrides(self, flag: str, new: Given, why: str = "") -> None:
-        """Let the flag set the value of ``new``, a flag that MindSpeed reads in another way than Megatron."""
+        """Replace the flag by ``new``, overriding the job's own value of that flag."""
         old = self.given[flag]
         earlier = self.outcomes.get(flag)
         now = f"{earlier.now} {new}" if earlier and earlier.now else str(new)
@@ -276,7 +277,7 @@ class Job:
             del self._out[flag]
 
     def omits(self, flag: str, why: str) -> None:
-        """Remove a flag of Megatron, because another one has the same information."""
+        """Remove a flag of Megatron that is redundant with another one."""
         if self._out.pop(flag, None) is not None and flag in self.given:
             self.outcomes[flag] = Outcome(self.given[flag], "unchanged", "", why)
 

@@ -1,4 +1,4 @@
-"""Rule for the number of layers, their kinds and their split into pipeline stages."""
+"""Translation rule for the number of layers, dense and MoE layers, and the split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _nested(text: str) -> list[list[int]]:
-    """Parse ``[[2,3],[3,2]]`` or ``[[1]*2]*4``, the numbers of layers by stage and virtual stage."""
+    """Parse the numbers of layers by stage and virtual stage: ``[[2,3],[3,2]]`` or ``[[1]*2]*4``."""
     stages: list[list[int]] = []
     for inner, times in re.findall(r"\[([\d,\s*]+)\](?:\s*\*\s*(\d+))?", text):
         counts: list[int] = []
@@ -75,7 +75,7 @@ def _nested(text: str) -> list[list[int]]:
 
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
-    """Write ``--moe-layer-freq`` as a pattern; MindSpeed-LLM's numbers count no-op layers, too."""
+    """Write ``--moe-layer-freq`` as a pattern without no-op layers, which MindSpeed-LLM counts as layers."""
     dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
     # 61 layers with 3 dense ones: ([0]*3+[1]*58).
     pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]

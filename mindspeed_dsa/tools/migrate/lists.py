@@ -1,4 +1,4 @@
-"""Reads argument lists from Python files, and flags from YAML files."""
+"""Reader of argument lists in Python files, and of flags in YAML files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_python(text: str) -> list[str]:
 
 
 def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
-    """Update the known values of names by a statement."""
+    """Apply a statement to the dict from name to known value."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         names[node.targets[0].id] = _value(node.value, names)
     elif (
@@ -58,7 +58,7 @@ def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
 
 
 def _follow_call(call: ast.Call, names: dict[str, Any]) -> None:
-    """Update a list by a call of ``append`` or ``extend``."""
+    """Apply a call of ``append`` or ``extend`` to a known list."""
     if len(call.args) != 1 or not isinstance(call.func, ast.Attribute):
         return
     if not isinstance(call.func.value, ast.Name):

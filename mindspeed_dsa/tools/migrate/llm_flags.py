@@ -1,4 +1,4 @@
-"""Verdicts on the flags of MindSpeed-LLM: for pretraining, then for its other tasks."""
+"""Table of verdicts on the flags of MindSpeed-LLM: for pretraining, then for other tasks."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 @cache
 def _kept() -> tuple[tuple[str, ...], dict[str, list[list[Any]]]]:
-    """Return the releases, and a dict from flag to variants: one bit per release, kind, other properties."""
+    """Return the releases, and a dict from flag to variants: releases as bits, kind, other properties."""
     kept = json.loads(RECORD.read_text(encoding="utf-8"))
     return tuple(kept["releases"]), kept["flags"]
 
 
 @cache
 def record() -> dict[str, tuple[str, ...]]:
-    """Return a dict from flag to the recorded releases with it, oldest first."""
+    """Return a dict from flag to the recorded releases that have it, oldest first."""
     return {
         flag: tuple(
             release
@@ -83,10 +83,10 @@ def known(flag: str) -> bool:
 
 
 def around(release: Version | None) -> list[str]:
-    """Return the recorded releases next to another one: the newest older one, then the oldest newer one.
+    """Return the recorded releases closest to ``release``: the last one before it and the first one after it.
 
     Args:
-        release: Megatron-LM release; a recorded one gives only itself, None gives the newest.
+        release: Megatron-LM release. If it is recorded, only it is returned; None means the newest.
     """
     if release is None:
         return [releases()[-1]]
@@ -96,7 +96,7 @@ def around(release: Version | None) -> list[str]:
 
 
 def lacks(flag: str, release: Version | None) -> str:
-    """Return a text about the releases with a flag if ``release`` (None: the newest) lacks it, else empty.
+    """Return text about the releases that have a flag if ``release`` (None: the newest) lacks it, else empty.
 
     For a release between two recorded ones, the older one counts.
     """
@@ -115,8 +115,8 @@ def add_recorded(parser: _Parser, release: Version | None) -> _Parser:
 
     Args:
         parser: parser to add to.
-        release: Megatron-LM release; None for the newest. Between two recorded ones, the flags of the older
-            one and those that only the newer one has.
+        release: Megatron-LM release; None for the newest. For a release between two recorded ones, the flags
+            of both are added, preferably as in the older one.
     """
     for position in map(releases().index, around(release)):
         for flag, variants in _kept()[1].items():
@@ -151,7 +151,7 @@ def _add(parser: argparse.ArgumentParser, flag: str, kind: str, rest: dict[str, 
 
 
 def described(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a parser's long options as recorded: kind, and properties unusual for the kind."""
+    """Yield a parser's long options in the record's form: kind, and properties unusual for it."""
     defaults: dict[str, Any] = {}
     for action in parser._actions:
         defaults.setdefault(action.dest, action.default)  # as in argparse, the first action of a dest counts

@@ -1,4 +1,4 @@
-"""Advice for a migrated script: the Megatron-LM release that serves its flags, and the script to start."""
+"""Advice for a migrated script: the Megatron-LM release that has its flags, and the script to start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADAPTOR = re.compile(r"import (\w+\.)?megatron_adaptor|import mindspeed\.megatr
 
 
 def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[str, list[str]]:
-    """Return a dict from release to the flags and problems that the release does not serve.
+    """Return a dict from release to the script's flags that it lacks and problems that it has.
 
     Args:
         flags: script's flags.
@@ -42,7 +42,7 @@ def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
 
     Args:
         lacks: result of :func:`lacking`.
-        unknown: number of flags that no release is known to have.
+        unknown: number of flags that are in no recorded release.
     """
     each_flag = "all flags but the unknown ones" if unknown else "all flags"
     whole = [f"core_v{release}" for release, flags in lacks.items() if not flags]
@@ -57,7 +57,7 @@ def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
 
 
 def clone(lacks: Mapping[str, Sequence[str]]) -> str:
-    """Return the command that fetches Megatron-LM, in the first release with DSA that serves all flags."""
+    """Return the git command for Megatron-LM in the first release that has DSA and all flags."""
     # Without the first release, 0.12.1, which has no DSA.
     newer = list(lacks)[1:]
     release = next((release for release in newer if not lacks[release]), newer[-1])

@@ -1,6 +1,6 @@
-"""Advice on MindSpeed-LLM's scripts that are not training with Megatron.
+"""Advice on MindSpeed-LLM's scripts that do not train with Megatron.
 
-They are not translated: their programs have other flags, and other programs do their work here.
+They are not translated, because their programs have other flags and are replaced by other programs here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 def of_shell(text: str) -> str:
-    """Return a sentence about the substitute for a shell script; empty if the script trains with Megatron.
+    """Return advice on the program that replaces a shell script; empty if the script trains with Megatron.
 
     Args:
         text: script's text.
@@ -57,7 +57,7 @@ def of_shell(text: str) -> str:
 
 
 def of_yaml(data: Any) -> str:
-    """Return a sentence about the substitute for MindSpeed-LLM's FSDP2 training; empty for other YAML files.
+    """Return advice for a YAML file of MindSpeed-LLM's FSDP2 training; empty for other YAML files.
 
     Args:
         data: parsed contents of the file.

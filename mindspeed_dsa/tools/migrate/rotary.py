@@ -1,4 +1,4 @@
-"""Rule for scaled rotary embeddings: Llama 3 and YaRN."""
+"""Translation rule for scaled rotary embeddings: Llama 3 and YaRN."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rotate(job: Job) -> None:
 
 
 def _is(text: str, value: float) -> bool:
-    """Return whether a flag's text is this number; a shell variable never is."""
+    """Return whether a flag's text is this number; False for a shell variable."""
     return re.fullmatch(r"\d+(\.\d*)?", text) is not None and float(text) == value
 
 
@@ -79,7 +79,7 @@ def _yarn(job: Job) -> None:
 
 
 def _original_length(job: Job) -> None:
-    """Translate the original context length of YaRN to the flag that the release reads."""
+    """Translate YaRN's original context length to the flag that the Megatron release has for it."""
     if _ORIGINAL not in job:
         return
     length = job.given[_ORIGINAL]

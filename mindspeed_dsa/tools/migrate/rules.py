@@ -1,4 +1,4 @@
-"""Rules for flags that depend on other flags; the tables give verdicts on the rest."""
+"""Translation rules for flags that depend on other flags. The tables of verdicts cover all other flags."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _chunks(job: Job) -> None:
 
 
 def _pairs(job: Job) -> None:
-    """Drop ``--moe-fb-overlap`` where this library does not support it; results do not change."""
+    """Drop ``--moe-fb-overlap`` for jobs in which this library does not support it; results do not change."""
     flag = "--moe-fb-overlap"
     if flag not in job:
         return
@@ -211,7 +211,7 @@ def _pairs(job: Job) -> None:
 
 
 def _swapped(job: Job) -> None:
-    """Drop swaps if every layer is fully recomputed: only layer inputs remain, which are not swapped here."""
+    """Drop swap flags if every layer is fully recomputed, because layer inputs are not swapped here."""
     whole = job.text("--recompute-granularity") == "full" and job.text("--recompute-method") != "block"
     for flag in ("--swap-attention", "--swap-modules"):
         if flag in job and whole and "--swap-attention" in job:

@@ -1,4 +1,4 @@
-"""Reads and translates launch scripts, and writes new ones next to the old ones."""
+"""Translation of launch scripts; new scripts are written next to the old ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Migrated:
 
     Attributes:
         path: path of the old script.
-        script: Python script that it starts; empty for files with only an argument list.
-        translation: translation of its flags.
+        script: Python script that the launch script starts; empty for files with only an argument list.
+        translation: translation of the script's flags.
         notes: sentences about skipped lines, Megatron-LM's release, and the Python script.
         text: text of the new script.
-        instead: sentence about the substitute for a script that is not training; nothing is translated then.
+        instead: advice for a script that does not start a training, which is not translated; else empty.
     """
 
     path: Path
@@ -133,7 +133,7 @@ def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
 
 
 def _behind(text: str, start: shell.Start, first: Sequence[str], translation: Translation) -> str:
-    """Return the script with all flags written into the command."""
+    """Return the script with all flags written after the command instead of into its variables."""
     lines = [" ".join(map(quoted, [*start.launcher, *first]))]
     lines += [" ".join(map(quoted, words([given], written=True))) for given in translation.flags]
     command = " \\\n    ".join([*lines, *start.rest])
@@ -141,7 +141,7 @@ def _behind(text: str, start: shell.Start, first: Sequence[str], translation: Tr
 
 
 def _left_out(flags: Sequence[Given], new: str) -> list[str]:
-    """Return notes on variables that are not set and are missing in the new script: they may hold flags."""
+    """Return notes on unset variables that the new script lacks, because they may hold flags."""
     return [
         f"{value} is not set in the script, and is left out with {given.flag}: flags in it must be added"
         for given in flags

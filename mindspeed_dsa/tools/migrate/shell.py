@@ -1,8 +1,8 @@
-"""Reads shell scripts: finds the command that starts the training, and expands its variables.
+"""Reader of shell scripts: finds the command that starts the training, and expands its variables.
 
-tree-sitter-bash parses the script. Assignments, arrays, ``+=``, quotes, defaults and arithmetic are evaluated
-here, in the order of the text. Nothing is executed, since launch scripts delete, truncate and kill.
-Expressions that only a shell can evaluate stay as they are written.
+tree-sitter-bash parses the script. This module evaluates assignments, arrays, ``+=``, quotes, defaults and
+arithmetic in the order of the text. Nothing is executed, because launch scripts may delete files and kill
+processes. Expressions that only a shell can evaluate are kept as text.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Script:
         self._notes = list(notes)
 
     def take(self, node: Node, conditional: bool = False) -> None:
-        """Evaluate assignments and commands below a node, in the order of the script."""
+        """Evaluate the assignments and commands in a syntax tree node, in the order of the script."""
         if node.type == "variable_assignment":
             self._assign(node, conditional)
         elif node.type == "command":
@@ -240,7 +240,7 @@ class _Script:
         self._look([field for word in nodes for field in self._words(word)], nodes[0].start_byte, end)
 
     def _look(self, written: list[Field], start: int, end: int) -> None:
-        """Store a command, at bytes ``start`` to ``end``, if it starts a training."""
+        """Remember a command (bytes ``start`` to ``end``) if it starts a training."""
         # In `values` all variables are expanded; `written` keeps those without flags.
         values = [field for word in written for field in words.fields(words.computed(word))]
         place = _script([words.shown(word) for word in values])
@@ -293,7 +293,7 @@ class _Script:
         return tuple(" " if part is None else part for part in parts)
 
     def _parts(self, node: Node, assigned: bool = False) -> Iterator[Item]:
-        """Yield the parts of a word; ``assigned``: as for an assignment, blanks do not split it."""
+        """Yield the parts of a word. With ``assigned``, blanks do not split it, as in an assignment."""
         source = _text(node, self._code)
         if node.type in ("concatenation", "command_name"):
             for plain, run in groupby(node.children, lambda child: child.type not in _SPECIAL):
@@ -337,7 +337,7 @@ class _Script:
         yield from self._plain(place, node.end_byte - 1, True, _TEXT_IN_QUOTES)
 
     def _plain(self, start: int, end: int, quoted: bool, pattern: re.Pattern[str] = _TEXT) -> Iterator[Item]:
-        """Yield a text without its backslashes; unquoted text with ``*`` and the like stays as written."""
+        """Yield a text without escaping backslashes; unquoted text with globs like ``*`` is unchanged."""
         for match in pattern.finditer(self._code[start:end].decode()):
             if match["variable"]:
                 yield from self._variable(match[0], quoted)
@@ -395,7 +395,7 @@ def _flags(fields: Sequence[Field]) -> list[str]:
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Return the index of the Python script, or of a module after ``-m`` that is not a launcher."""
+    """Return the index of the Python script, or of the module after ``-m`` if it is no launcher."""
     for place, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return place

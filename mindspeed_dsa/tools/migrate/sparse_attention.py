@@ -1,4 +1,4 @@
-"""Rule for MindSpeed-LLM's sparse attention: indexer, loss, and shared selections."""
+"""Translation rule for MindSpeed-LLM's sparse attention: indexer, loss, and shared selections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUSED_LOSS = {"--use-fused-lightning-indexer", "--use-fused-lightning-indexer-l
 
 
 def select(job: Job) -> None:
-    """Translate the indexer's flags; writes MindSpeed-LLM's defaults, which differ from Megatron's."""
+    """Translate the indexer's flags, and add MindSpeed-LLM's defaults that differ from Megatron's."""
     if _FLAG not in job:
         return
     query = "latent query before its norm there"
@@ -57,7 +57,7 @@ def select(job: Job) -> None:
 
 
 def _shared_selections(job: Job) -> list[Given]:
-    """Return the flag for MindSpeed-LLM's default offset of 2, as Megatron's is 0; none with a pattern."""
+    """Return the flag for MindSpeed-LLM's default offset 2 (Megatron's is 0), unless there is a pattern."""
     frequency, offset = "--index-topk-freq", "--index-skip-topk-offset"
     if "--index-topk-pattern" in job:
         for flag in (frequency, offset):

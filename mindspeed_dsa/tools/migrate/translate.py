@@ -1,4 +1,4 @@
-"""Translates MindSpeed's command lines to flags of Megatron and this library, with an outcome per flag."""
+"""Translation of MindSpeed's command lines to flags of Megatron and this library, flag by flag."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Translation:
     Attributes:
         outcomes: outcome of each flag, in the original order.
         problems: sentences about contradictions and about flags that the release lacks.
-        flags: flags of the new command line. Flags that change results but are not served are kept, so that
-            parsers refuse the command line.
+        flags: flags of the new command line. Flags that change results but have no equivalent are kept, so
+            that Megatron's parser rejects the command line.
         places: dict from new flag to the original flag whose position it takes.
     """
 
@@ -52,7 +52,7 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Outcome, ...]:
-        """Outcomes of flags that change results and are not served."""
+        """Outcomes of flags that change results and have no equivalent."""
         return tuple(outcome for outcome in self.outcomes if outcome.results)
 
     def of(self, kind: Kind) -> tuple[Outcome, ...]:
@@ -176,7 +176,7 @@ def _answer(job: Job, given: Given, row: Row) -> None:
 
 
 def _unserved(flag: str, release: Version | None) -> str:
-    """Return the Megatron-core releases supported by features with this flag; empty if ``release`` is one."""
+    """Return the releases that the features with this flag support; empty if ``release`` is one of them."""
     ranges = {
         feature.requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
         for feature in features.all_features()

@@ -1,8 +1,8 @@
-"""Rule for Hugging Face weights that MindSpeed-LLM converts before and after training.
+"""Translation rule for Hugging Face weights that MindSpeed-LLM converts before and after training.
 
-With ``--enable-hf2mg-convert``, ``--load`` names the Hugging Face folder. At every start MindSpeed-LLM
-converts it to a checkpoint in ``--mg-save-dir`` or below the folder, and loads that one. It never loads
-checkpoints of ``--save``.
+With ``--enable-hf2mg-convert``, ``--load`` is a Hugging Face folder. At every start MindSpeed-LLM converts it
+to a checkpoint in ``--mg-save-dir`` (default: a subfolder of ``--load``), and loads this checkpoint. It never
+loads the checkpoints that training wrote to ``--save``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_hugging_face(job: Job) -> bool:
 
 
 def _unserved(job: Job) -> str:
-    """Return the reason why the model's weights cannot be converted here; empty if they may be."""
+    """Return the reason why this library cannot convert the model's weights; empty if none is known."""
     kind = job.text(_KIND)
     if not kind or kind in MODELS or job.unknown(_KIND):
         return ""  # the folder's own config.json is checked when the job starts
@@ -97,7 +97,7 @@ def _import(job: Job, flag: str) -> None:
 
 
 def _export(job: Job) -> None:
-    """Replace the export per checkpoint by ``--save-hf``."""
+    """Replace MindSpeed-LLM's export at every checkpoint by ``--save-hf``."""
     if why := _unserved(job):
         job.is_dropped(_EXPORT, why, results=False)
         return
@@ -114,7 +114,7 @@ def _export(job: Job) -> None:
 
 
 def _exported(job: Job) -> list[Given]:
-    """Return the flags for an export; none without ``--save``."""
+    """Return the flags for an export to Hugging Face files; none without ``--save``."""
     if "--save" not in job:
         return []
     named = job.given.get("--hf-save-dir")
@@ -130,12 +130,12 @@ def _exported(job: Job) -> list[Given]:
 
 
 def _saved_as_torch_dist(job: Job) -> None:
-    """Replace ``--ckpt-format torch``, from which ``--save-hf`` cannot export."""
+    """Replace ``--ckpt-format torch``, which ``--save-hf`` does not support."""
     flag = "--ckpt-format"
     if "--save" in job and job.text(flag) == "torch":
         job.overrides(flag, made(flag, "torch_dist"), f"{SAVE} reads checkpoints of this format alone.")
 
 
 def _below(words: Sequence[str]) -> tuple[str, ...]:
-    """Append ``/hf`` to a folder, and keep the word's type: shell notation stays shell notation."""
+    """Append ``/hf`` to a folder, which may be in shell notation."""
     return tuple(type(word)(f"{word}/hf") for word in words)

@@ -1,4 +1,4 @@
-"""Words of a shell script: their values, and their text in the new script."""
+"""Words of a shell script: their expanded values, and their text in the new script."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ALL_OF = re.compile(r"\$[@*]|\$\{[@*].*\}|\$\{\w+\[[@*]\].*\}|\$\{\w+:?\+.*\}",
 
 @dataclass(frozen=True)
 class Held:
-    """Part of a word that the new script keeps in shell notation.
+    """Part of a word that the new script keeps in shell notation, such as ``$X`` or ``$(date)``.
 
     Attributes:
-        source: text in shell notation, without its quotes.
-        quoted: whether it is in quotes, so that its value is not split into words.
-        value: parts of its value; None if only a shell knows it.
+        source: text in shell notation, without quotes around it.
+        quoted: whether the part is in quotes, so that its value is not split into words.
+        value: expanded value; None if only a shell can evaluate it.
     """
 
     source: str
@@ -36,7 +36,7 @@ Item = str | Held | None
 
 
 def fields(items: Iterable[Item]) -> list[Field]:
-    """Group parts into words."""
+    """Group parts into words, which are separated by None."""
     runs = groupby(items, lambda item: item is None)
     return [tuple(item for item in run if item is not None) for ended, run in runs if not ended]
 
@@ -55,7 +55,7 @@ def split(field: Field) -> Iterator[Item]:
 
 
 def quoted(field: Field) -> Field:
-    """Return a quoted value, which is one word even if it is empty."""
+    """Return a value as if it were in quotes: one word, even if it is empty."""
     return "", *(replace(part, quoted=True) if isinstance(part, Held) else part for part in field)
 
 
@@ -93,7 +93,7 @@ def has_flags(value: Field) -> bool:
 
 
 def shown(field: Field) -> str:
-    """Return a word as text, with held parts in shell notation."""
+    """Return a word as text, with :class:`Held` parts in shell notation."""
     return "".join(part if isinstance(part, str) else part.source for part in field)
 
 
@@ -104,7 +104,7 @@ def any_number(field: Field) -> bool:
 
 
 def source(field: Field) -> Source:
-    """Return a word in shell notation: plain texts quoted, held parts as they were written."""
+    """Return a word in shell notation: plain texts quoted, :class:`Held` parts as in the old script."""
     parts: list[str | Held] = []
     for part in field:
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
@@ -134,5 +134,5 @@ def source(field: Field) -> Source:
 
 
 def _continues(variable: str, text: str) -> bool:
-    """Return whether a shell would read the text as a part of the variable's name before it."""
+    """Return whether ``text`` after ``$variable`` would be read as part of the variable's name."""
     return bool(re.fullmatch(r"\$[A-Za-z_]\w*", variable) and re.match(r"[\w\[]", text))

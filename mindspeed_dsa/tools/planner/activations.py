@@ -1,10 +1,11 @@
-"""Activations that a forward keeps for its backward, one entry per storage.
+"""Estimate of the activations that a forward keeps for backward, with one entry per storage.
 
 Sizes are for Megatron's own modules (``--transformer-impl local``): a norm keeps its input and the normalized
 input in fp32, an activation function keeps each of its factors. Fused kernels keep only their inputs.
 
-In formulas, ``n`` is the number of a microbatch's tokens on a context parallel rank, ``r`` is ``n / t`` under
-sequence parallelism and else ``n``, ``e`` is the bytes of an activation's number, ``t`` is the TP size.
+In formulas, ``t`` is the TP size, and ``n`` is a microbatch's number of tokens on a context parallel rank.
+``r`` is ``n / t`` under sequence parallelism and else ``n``. ``e`` is the size of an activation element in
+bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Kept:
     Attributes:
         part: part of the model, as in the report.
         nbytes: bytes on the rank.
-        tags: features that free it. These are names of ``--recompute-modules``, ``act``, ``norm``, and names
-            of modules whose saved tensors ``--swap-attention`` moves (``attention``, ``input_norm``, ...).
-        storages: number of equal storages that share the bytes; a swap skips small storages.
+        tags: names of features that free the tensor: values of ``--recompute-modules``, ``act``, ``norm``,
+            and modules whose saved tensors ``--swap-attention`` moves (``attention``, ``input_norm``, ...).
+        storages: number of equal storages over which the bytes are divided; swapping skips small storages.
     """
 
     part: str
@@ -41,7 +42,7 @@ _CHUNK, _FEWEST_TOKENS = 512 * 2**20, 256
 
 
 def in_forward(job: Job) -> bool:
-    """Return whether the chunked loss computes the projection's gradient in forward, and keeps it."""
+    """Return whether the chunked loss computes the output projection's gradient in forward, and keeps it."""
     choice, number = job.features.chunked_loss, job.training.number
     return forms_in_forward(choice, job.tokens, job.model.hidden, number)
 
@@ -61,7 +62,7 @@ def of_loss(job: Job) -> float:
 
 
 def logits_at_once(job: Job) -> float:
-    """Return the bytes of temporary logits, in addition to kept ones."""
+    """Return the bytes of temporary logits, in addition to the bytes of :func:`of_loss`."""
     vocabulary, number = job.model.vocabulary / job.layout.tp, job.training.number
     if not job.features.chunked_loss:
         return number * job.tokens * vocabulary
@@ -173,7 +174,7 @@ class Layer:
         yield self._item("indexer", 4 * self.length / self.job.layout.cp * model.rope, *core, storages=4)
 
     def _stock_sparse(self) -> Iterator[Kept]:
-        """Yield the tensors of Megatron's own DSA: sequence x sequence matrices of indexer and each head."""
+        """Yield the tensors that Megatron's own DSA keeps: ``[s, s]`` matrices per head and indexer."""
         model, n, tag = self.model, self.n, "attention"
         # 4096 x 4096 x 16 heads x 4 bytes = 1 GiB of scores a layer, on TP 8.
         heads, core, square = model.heads / self.t, ("attention", "core_attn"), n * self.length
@@ -253,7 +254,7 @@ class Layer:
 
 
 def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept]:
-    """Yield a norm's kept tensors: input and rstd; PyTorch's RMSNorm keeps two fp32 copies of the input."""
+    """Yield the tensors that a norm keeps: input and rstd; in PyTorch's RMSNorm two fp32 copies."""
     one_kernel = job.training.kernels or job.model.layer_norm
     numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
     yield Kept("norms", numbers * rows, frozenset(tags))
@@ -269,8 +270,7 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: float) -
         job: planned job.
         norm: whether ``--recompute-norm`` covers the layer.
         act: whether ``--recompute-activation-function`` covers the layer.
-        swap: share of the movable bytes that ``--swap-attention`` moves in the layer; 0 if it does not cover
-            it.
+        swap: share of the swappable bytes that ``--swap-attention`` moves; 0 if it does not cover the layer.
     """
     gone = set(job.training.modules) | ({"norm"} if norm else set()) | ({"act"} if act else set())
     modules = {"self_attention": "attention"}
@@ -297,7 +297,7 @@ def shared_selection(job: Job, kind: LayerKind) -> Kept:
 
 
 def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:
-    """Return the inputs of recomputed norms, which stay in place of their outputs."""
+    """Return the inputs of recomputed norms, which are kept instead of the outputs."""
     rows = job.tokens / (job.layout.tp if job.layout.sequence else 1)
     norms = (1 + (experts or not job.model.sparse)) if norm or "layernorm" in job.training.modules else 0
     return Kept("norms", norms * rows * job.model.hidden * job.training.number)

@@ -1,4 +1,4 @@
-"""Builds a planned job from its command line."""
+"""Conversion of a job's command line into a :class:`Job` for the planner."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def job_of(
         argv: command line of ``pretrain_gpt.py`` or of the example job.
         devices: number of devices; by default the smallest number that the layout needs.
         config_file: name or path of a ``config.json`` with the model's sizes.
-        imbalance: tokens of the fullest rank's experts over the mean.
-        any_layout: whether a search replaces the layout; if so, it is not checked, and only data parallel.
+        imbalance: number of tokens on the rank with the most expert tokens, over the mean of all ranks.
+        any_layout: whether a search will choose the layout. The result then has an unchecked layout with data
+            parallelism only.
 
     Raises:
-        SettingsError: sizes are missing or the layout does not work; names the nearest layout that does.
+        SettingsError: sizes are missing or the layout is invalid; names the nearest valid layout.
     """
     options, names_given, unknown = flags.read(argv)
     _check_sizes(options, devices, imbalance)
@@ -115,7 +116,7 @@ def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Raise the errors that Megatron or a feature would raise for any layout."""
+    """Raise an error for flags that Megatron or a feature rejects with every layout."""
     problems = list(Sharing.of(options).problems(options.num_layers))
     if options.dsa_model is not None:
         problems += against_model(options, options.dsa_model)
@@ -161,11 +162,11 @@ _SCHEDULES = ("dualpipev", "split-backward")
 
 
 def _check_schedule(options: argparse.Namespace, any_layout: bool) -> bool:
-    """Run the checks of features that set the schedule; return whether weight gradients are deferred.
+    """Run the checks of features that change the schedule; return whether weight gradients are deferred.
 
     Args:
         options: job's arguments.
-        any_layout: whether a search replaces the layout; if so, a valid one is assumed for the checks.
+        any_layout: whether a search will choose the layout; the checks then assume a valid one.
     """
     seen, splits = Switches(options), False
     problems: list[str] = []
@@ -185,7 +186,7 @@ def _check_schedule(options: argparse.Namespace, any_layout: bool) -> bool:
 
 
 class Switches:
-    """Arguments in the form of feature settings; Megatron's flags unknown to the planner are None."""
+    """View of the arguments as feature settings; Megatron's flags unknown to the planner are None."""
 
     platform, features_on, megatron_root = "", (), settings.MEGATRON_ROOT.default
 
@@ -307,7 +308,7 @@ def _multiples(number: int, step: int) -> str:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """Return the requested layout, without its number of replicas."""
+    """Return the requested layout, without the data parallel size."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = options.num_virtual_stages_per_pipeline_rank
     per_chunk = options.num_layers_per_virtual_pipeline_stage
@@ -356,7 +357,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
 
 
 def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the chunks of ``--pipeline-model-parallel-layout``, which excludes other flags for the split."""
+    """Return the chunks of ``--pipeline-model-parallel-layout``; refuse other flags for the split."""
     layout, pp = options.pipeline_model_parallel_layout, options.pipeline_model_parallel_size
     if layout is None or pp == 1:
         return ()
@@ -385,7 +386,7 @@ def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def training_of(options: argparse.Namespace) -> Training:
-    """Return batch sizes, precisions and Megatron's own recomputation."""
+    """Return the settings for batch sizes, precisions and Megatron's own recomputation."""
     engine, sizes = options.transformer_impl == "transformer_engine", _sizes_of(options)
     selective = options.recompute_activations or options.recompute_granularity == "selective"
     modules = tuple(options.recompute_modules or ["core_attn"]) if selective else ()
@@ -447,7 +448,7 @@ def _gib(word: str) -> float:
 
 
 def features_of(options: argparse.Namespace) -> Features:
-    """Return this library's switches that change a plan."""
+    """Return the values of this library's flags that change a plan."""
     fused = options.use_fused_dsa and options.experimental_attention_variant == "dsa"
 
     def part(value: bool | None) -> bool:

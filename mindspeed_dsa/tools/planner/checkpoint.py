@@ -15,8 +15,8 @@ _WITHOUT_OPTIMIZER = "--no-save-optim"
 def size_of(command: Sequence[str], vocabulary: int | None = None) -> float | None:
     """Return the bytes of one checkpoint, or None if flags for the model's sizes are missing.
 
-    A checkpoint has the weights in their own type and the optimizer's moments in fp32. With 16-bit weights or
-    a distributed optimizer, it also has an fp32 copy of the weights.
+    A checkpoint has the weights in their dtype and the optimizer's moments in fp32. With 16-bit weights or a
+    distributed optimizer, it also has the fp32 master weights.
 
     Args:
         command: job's command line, whose first word may be its script.

@@ -1,4 +1,4 @@
-"""Command lines of planned jobs, with the flags of a layout and of memory measures, ready to paste."""
+"""Command lines of planned jobs: flags for layout and memory-saving features, ready to paste."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
         job: found job, with the model of ``given``.
 
     Returns:
-        Words that lead to the same plan: the remaining words of ``given``, then layout, micro-batch and
-        measures.
+        Words: the remaining words of ``given``, then flags for layout, micro-batch and memory-saving
+            features.
     """
     read, named, _ = flags.read(given)
     dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
@@ -89,7 +89,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
 
 
 def _of_measures(features: Features, read: object) -> list[str]:
-    """Return the flags of measures that the search added to the original job."""
+    """Return the flags of memory-saving features that the search added to the original job."""
     pairs = (
         ("recompute_norm", features.recompute_norm),
         ("recompute_activation_function", features.recompute_act),
@@ -99,7 +99,7 @@ def _of_measures(features: Features, read: object) -> list[str]:
 
 
 def of_layout(layout: Layout, job: Job) -> list[str]:
-    """Return the flags of a layout, without those at Megatron's default."""
+    """Return the flags of a layout, except flags whose value is Megatron's default."""
     words: list[str] = []
     sizes = (
         ("tensor-model-parallel-size", layout.tp),

@@ -1,8 +1,8 @@
-"""Bytes that a rank receives in a step, by process group and collective.
+"""Estimate of the bytes that a rank receives in a step, by process group and collective.
 
-With ``g`` ranks, all-gather and reduce-scatter of ``B`` bytes in total bring ``B (g - 1) / g`` to each rank,
-and an all-reduce twice as much. An all-to-all of ``B`` bytes per rank brings ``B (g - 1) / g``. This holds
-for every algorithm that sends nothing twice.
+In an all-gather or reduce-scatter of ``B`` bytes in total over ``g`` ranks, each rank receives ``B (g - 1) /
+g`` bytes, and twice as much in an all-reduce. In an all-to-all of ``B`` bytes per rank, each rank receives
+``B (g - 1) / g``. Algorithms that send the same bytes twice need more.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of transfer of a pipeline rank.
+    """One kind of communication of a pipeline rank.
 
     Attributes:
-        group: process group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``;
-            ``FSDP`` and ``EFSDP`` if only a part of the DP or EDP ranks share a copy of the weights. Sequence
-            parallel collectives are counted as TP.
-        what: name of the contents.
+        group: process group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``.
+            ``FSDP`` and ``EFSDP`` are used if weights are sharded over only a part of the DP or EDP ranks.
+            Sequence parallel collectives are counted as TP.
+        what: name of the communicated tensors.
         nbytes: bytes that a rank receives in a step.
         when: ``forward`` or ``backward`` of every microbatch, or the ``end`` of the step.
     """
@@ -94,14 +94,14 @@ class _Rank:
     # -- tensor parallel group ----------------------------------------------------------------
 
     def _tp(self, collective: Collective, what: str, width: float, when: str, size: int = 0) -> Transfer:
-        """Return a TP collective over ``width`` numbers per token of the full microbatch."""
+        """Return a TP collective over ``width`` elements for every token of the microbatch."""
         ranks = self.layout.tp
         # TP 8, 4096 tokens of width 7168 in bf16: 4096 x 7168 x 2 x 7 / 8 bytes = 49 MiB for an all-gather.
         nbytes = self.n * width * (size or self.e) * (ranks - 1) / ranks
         return Transfer("TP", collective, what, nbytes * (2 if collective == "all-reduce" else 1), when)  # type: ignore[arg-type]
 
     def _column(self, what: str, width: float, again: bool = True) -> Iterator[Transfer]:
-        """Yield a column-parallel layer's collectives; ``again``: backward gathers the input once more."""
+        """Yield a column-parallel layer's collectives; with ``again``, backward gathers the input too."""
         if not self.sequence:
             # Every rank has the full input; only its gradient is summed over the ranks' columns.
             yield self._tp("all-reduce", what, width, "backward")
@@ -269,9 +269,9 @@ class _Rank:
 
         Args:
             experts: whether the weights are routed experts.
-            groups: name of the group with the same weights, and of its part that shares a copy.
-            shards: number of ranks that share a copy.
-            replicas: number of ranks with the same weights.
+            groups: name of the data parallel group, and of the subgroup over which weights are sharded.
+            shards: number of ranks over which weights are sharded.
+            replicas: size of the data parallel group.
         """
         if shards == 1:
             return

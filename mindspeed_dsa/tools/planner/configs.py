@@ -1,4 +1,4 @@
-"""Sizes of a model, from its Hugging Face ``config.json`` or by the name of a known model."""
+"""Reader of model sizes: from a Hugging Face ``config.json``, or by the name of a known model."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
-    """Return Megatron's flags for the model, without flags that the job sets itself.
+    """Return Megatron's flags for the model's sizes, except those that the job sets itself.
 
     Args:
         path: name or file, as for ``--config``.

@@ -1,4 +1,4 @@
-"""Effects of one more flag on a plan, and flags that would make a plan fit."""
+"""Comparison of plans: the effect of one more flag, and flags that would make a plan fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Difference:
 
     Attributes:
         flag: flag as given.
-        memory: dict from row of the report to bytes, on the rank with the largest memory.
+        memory: dict from row of the report's memory table to bytes, on the rank with the largest memory.
         host: host bytes of the same rank.
         received: dict from process group to bytes, on the rank that receives most.
         seconds: dict from part to seconds of a step.
@@ -61,7 +61,7 @@ def words_of(flag: str) -> list[str]:
     """Split ``--flag``, ``--flag value`` or several flags in one argument.
 
     Raises:
-        SettingsError: plans do not depend on a flag.
+        SettingsError: the planner does not support the flag.
     """
     words = shlex.split(flag)
     known = flags.planned()
@@ -79,8 +79,8 @@ def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], 
 
     Args:
         chosen: flags as given.
-        before: plan without these flags.
-        planned: function that plans the job with more words on its command line.
+        before: plan without the flags in ``chosen``.
+        planned: function from additional command line words to the job's plan with them.
     """
     return [difference(flag, before, planned(words_of(flag))) for flag in chosen]
 
@@ -131,7 +131,7 @@ _VERDICTS = (FITS, TIGHT, TOO_LARGE)
 
 @dataclass(frozen=True)
 class Way:
-    """Flags that save memory, and their effect.
+    """Flags that save memory, and their effect on a plan.
 
     Attributes:
         flags: flags in addition to the job's own.
@@ -147,11 +147,11 @@ class Way:
 
 
 def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
-    """Return the effect of each of :data:`MEMORY_FLAGS`, and last a combination of them if that fits better.
+    """Return the effect of each of :data:`MEMORY_FLAGS`, and then of a combination if that fits better.
 
     Args:
         before: plan that does not fit.
-        planned: function that plans the job with more words on its command line.
+        planned: function from additional command line words to the job's plan with them.
     """
 
     def way(chosen: Sequence[str]) -> Way | None:

@@ -273,7 +273,7 @@ def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
 
 
 def _alike(name: str, flag: str) -> bool:
-    """Return whether a name may be a misspelt flag: equally many words, and the same or similar letters."""
+    """Return whether ``name`` may be a misspelling of ``flag``: same number of words, similar letters."""
     # --tensor-model-paralel-size, one letter short, has a ratio of 2 x 27 / 55 = 0.98.
     if name.count("-") != flag.count("-"):
         return False
@@ -281,7 +281,7 @@ def _alike(name: str, flag: str) -> bool:
 
 
 def padded(vocabulary: int, options: argparse.Namespace) -> int:
-    """Return the number of padded embedding rows; the example job ignores the tensor parallel size."""
+    """Return the padded vocabulary size. Unlike Megatron, the example job does not pad for the TP size."""
     step: int = options.make_vocab_size_divisible_by
     step *= 1 if options.example else options.tensor_model_parallel_size
     return math.ceil(vocabulary / step) * step

@@ -1,4 +1,4 @@
-"""A planned job: model sizes, parallel layout, training settings and active features."""
+"""Description of a job for the planner: model sizes, parallel layout, training settings and features."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindspeed_dsa.megatron.selections import Sharing
 
 
 class LayerKind(NamedTuple):
-    """A layer's kind, as far as it changes a plan.
+    """Properties of a layer that change a plan.
 
     Attributes:
         experts: whether the MLP is a mixture of experts.
         selects: whether the layer has an indexer, which selects keys.
-        serves: whether the next layers attend to the keys that this layer selects.
+        serves: whether following layers reuse the keys that this layer selects.
     """
 
     experts: bool
@@ -35,19 +35,19 @@ class Model:
     """Sizes of a GPT model, as in Megatron's flags.
 
     Attributes:
-        vocabulary: number of padded embedding rows.
+        vocabulary: padded vocabulary size.
         pattern: flag for each layer, true if it has experts.
         gated: whether MLPs use SwiGLU, which doubles the width of the first matrix.
         bias: whether linear layers have a bias.
         qkv_bias: whether the projection to query, key and value has a bias.
         layer_norm: whether norms are LayerNorm, with a bias, instead of RMSNorm.
-        query_lora: rank of the query's latent; 0 for a direct projection.
+        query_lora: ``q_lora_rank``; 0 for a direct query projection.
         latent: whether attention is MLA; otherwise ``head_dim`` and ``kv_heads`` apply.
         sparse: whether attention is DeepSeek Sparse Attention.
         sharing: layers that select keys, and layers that reuse them.
         mtp: number of multi-token prediction layers.
-        words: number of embedding rows before padding; 0 if the padded number is fixed for all layouts.
-        multiple: number that, times the TP size, divides the padded rows.
+        words: vocabulary size before padding; 0 if the padded size is fixed for all layouts.
+        multiple: ``make_vocab_size_divisible_by``; times the TP size, it divides the padded size.
     """
 
     layers: int
@@ -177,7 +177,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of parts of a sequence, cut by context and sequence parallelism."""
+        """Number of parts into which context and sequence parallelism divide a sequence."""
         return self.cp * (self.tp if self.sequence else 1)
 
     @property
@@ -186,7 +186,7 @@ class Layout:
         return 0 if self.v_shaped else self.pp - 1
 
     def ends(self, rank: int, chunk: int) -> bool:
-        """Return whether a rank's chunk is the model's last stage."""
+        """Return whether a rank's chunk is the model's last pipeline stage."""
         return rank == self.end and chunk == self.vpp - 1
 
     def stage(self, rank: int, chunk: int) -> int:
@@ -214,16 +214,16 @@ class Training:
     """Batch sizes, precisions, optimizer and Megatron's own recomputation.
 
     Attributes:
-        kernels: whether norms, activation functions and attention use fused kernels, which only keep their
-            inputs.
-        fused_glu: whether the gated activation only keeps its input.
+        kernels: whether norms, activation functions and attention use fused kernels, which keep only their
+            inputs for backward.
+        fused_glu: whether the gated activation keeps only its input for backward.
         full: number of layers per chunk with full recomputation; -1 for all.
-        full_group: number of layers that are recomputed together from one kept input.
+        full_group: number of consecutive layers that are recomputed from one kept input.
         modules: modules of selective recomputation.
-        flash: whether attention does not keep its probabilities.
+        flash: whether attention recomputes its probabilities in backward instead of keeping them.
         dropout: whether embedding and outputs of attention and MLP have dropout.
         attention_dropout: whether attention's probabilities have dropout.
-        grad_half: whether gradients have two bytes.
+        grad_half: whether gradient buffers have 2-byte instead of 4-byte elements.
         schedule: sizes of ``--step-batch-size-schedule``; the plan is for the largest.
     """
 
@@ -260,12 +260,12 @@ class Training:
 
     @property
     def number(self) -> int:
-        """Bytes of one number of an activation."""
+        """Size of an activation element in bytes."""
         return 2 if self.bf16 else 4
 
     @property
     def grad_number(self) -> int:
-        """Bytes of one number in Megatron's gradient buffers."""
+        """Size of an element of Megatron's gradient buffers in bytes."""
         return 2 if self.grad_half else 4
 
 
@@ -274,9 +274,9 @@ class Sharding:
     """Sharding of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
 
     Attributes:
-        ranks: number of ranks that share one copy; 0 for all data and context parallel ranks.
-        prefetch: number of layers gathered ahead of the one that computes.
-        experts: whether routed experts are sharded, too, over the ranks with the same experts.
+        ranks: number of ranks over which weights are sharded; 0 for all data and context parallel ranks.
+        prefetch: number of layers whose weights are gathered ahead of the running layer.
+        experts: whether routed experts are also sharded, over the ranks that hold the same experts.
     """
 
     ranks: int = 0
@@ -289,20 +289,19 @@ class Features:
     """Features of this library that change a plan.
 
     Attributes:
-        by_length: whether sequences no longer than ``topk`` use attention by head instead of the absorbed
-            form.
-        virtual: GiB of moments in mapped host memory, for each pipeline rank or one for all; inf for all
-            moments.
+        by_length: whether sequences of at most ``topk`` tokens use the naive instead of the absorbed form.
+        virtual: GiB of optimizer moments in mapped host memory, per pipeline rank or one value for all ranks;
+            inf for all moments.
         norm_layers: number of layers per rank with recomputed norms; None for all. Likewise ``act_layers``
             and ``swap_layers``.
-        swap_auto: whether only swaps that computation hides are done.
+        swap_auto: whether only as much is swapped as computation hides.
         swap_bytes: largest number of swapped bytes on the host at one time, per rank.
         swap_shares: share of the swappable bytes that each pipeline rank swaps; empty for all.
         pairs: whether forward and backward of two microbatches overlap (``--moe-fb-overlap``).
-        split: whether weight gradients are computed apart from the backward.
-        waiting: number of deferred weight gradients per rank; None for the rank's number.
-        chunked_loss: time when the output projection's gradient is computed in chunks: ``auto``, ``forward``
-            or ``backward``; empty without chunked loss.
+        split: whether weight gradients are deferred, that is, computed apart from the backward.
+        waiting: number of deferred weight gradients per rank; None means that pipeline rank r defers r.
+        chunked_loss: pass that computes the output projection's gradient: ``auto``, ``forward`` or
+            ``backward``; empty without chunked loss.
         ahead: ``in bubbles`` or ``in advance`` for ``--recompute-in-...``, else empty.
     """
 
@@ -344,12 +343,12 @@ class Features:
 
 @dataclass(frozen=True)
 class Job:
-    """A planned job.
+    """Job to plan.
 
     Attributes:
-        imbalance: tokens of the fullest rank's experts over the mean.
-        sharding: FSDP settings; None if every replica has all dense weights.
-        notes: remarks on effects that the plan leaves out.
+        imbalance: number of tokens on the rank with the most expert tokens, over the mean of all ranks.
+        sharding: FSDP settings; None without FSDP.
+        notes: remarks on effects that the plan ignores.
     """
 
     model: Model
@@ -367,18 +366,18 @@ class Job:
 
     @property
     def sequence(self) -> int:
-        """Length of a sequence, padded to a multiple of its number of parts."""
+        """Sequence length, padded to a multiple of :attr:`Layout.rows`."""
         parts = self.layout.tp if self.layout.sequence else 1
         return padded_length(self.training.sequence, self.layout.cp, parts)
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share one copy of the dense weights."""
+        """Number of ranks over which the dense weights are sharded; 1 without FSDP."""
         return 1 if self.sharding is None else self.sharding.ranks or self.layout.replicas
 
     @property
     def expert_shards(self) -> int:
-        """Number of ranks that share one copy of the routed experts."""
+        """Number of ranks over which the routed experts are sharded; 1 without FSDP."""
         if self.sharding is None or not self.sharding.experts:
             return 1
         # The same share of the replicas as for dense weights.

@@ -1,4 +1,4 @@
-"""Checks of parallel layouts, splits of layers over pipeline ranks, and the nearest valid layout."""
+"""Validation of parallel layouts, splits of layers over pipeline ranks, and the nearest valid layout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 
 
 def least_devices(layout: Layout) -> int:
-    """Return the number of devices for one replica."""
+    """Return the number of devices that one replica of the model needs (data parallel size 1)."""
     # Dense layers and experts share the same ranks: TP8 PP4 and EP16 ETP1 need lcm(32, 64) = 64.
     return math.lcm(layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp)
 
 
 def placed(layout: Layout, devices: int | None) -> Layout:
-    """Return the layout with data parallelism over the remaining devices.
+    """Return the layout with the data parallel size that uses all devices.
 
     Raises:
         SettingsError: the number of devices is not a multiple of :func:`least_devices`.
@@ -38,7 +38,7 @@ def placed(layout: Layout, devices: int | None) -> Layout:
 
 
 def _smaller(layout: Layout, devices: int) -> str:
-    """Return the largest layout with divisors of the same sizes that divides a number of devices."""
+    """Return the largest layout that works on ``devices`` and whose group sizes divide the layout's own."""
 
     def divisors(number: int) -> list[int]:
         return [size for size in range(1, number + 1) if number % size == 0]
@@ -55,11 +55,11 @@ def _smaller(layout: Layout, devices: int) -> str:
 
 
 def check(job: Job, any_number: bool = False) -> None:
-    """Raise an error with all problems that Megatron would find later.
+    """Raise an error that lists all problems of the layout that Megatron would report later.
 
     Args:
         job: planned job.
-        any_number: whether the suggested layout may need another number of devices.
+        any_number: whether the suggested layout may use another number of devices.
 
     Raises:
         SettingsError: the layout is invalid; names the nearest valid one.
@@ -140,13 +140,13 @@ def _near(size: int, devices: int) -> list[int]:
 
 
 def _splits(layout: Layout, model: Model) -> Iterator[Layout]:
-    """Yield the layout, and the layout with other splits of the layers."""
+    """Yield the layout, then copies of it with other splits of the layers over pipeline ranks."""
     yield layout
     yield from uneven(layout, model)
 
 
 def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
-    """Yield the most even splits with another number of layers on the first and last rank.
+    """Yield layouts with other numbers of layers on the first and last pipeline rank, the most even ones.
 
     If layers share selections, every chunk begins with a layer that selects keys.
     """
@@ -188,7 +188,7 @@ def _distance(job: Job, other: Job) -> float:
 
 
 def _problems_of_step(job: Job, batch: int) -> Iterator[str]:
-    """Yield the problems of a step with a global batch of ``batch`` samples."""
+    """Yield the problems of layout and microbatches in a step of ``batch`` samples."""
     training, layout = job.training, job.layout
     step = training.micro * layout.dp
     count, rest = divmod(batch, step)
@@ -277,6 +277,6 @@ def split_of(layout: Layout, model: Model) -> Split:
 
 
 def chunks(layout: Layout, model: Model) -> list[list[tuple[int, ...]]]:
-    """Return, for each pipeline rank and chunk, the numbers of its layers, from 0."""
+    """Return the layer numbers (from 0) of each chunk of each pipeline rank."""
     held = split_of(layout, model).by_rank
     return [[tuple(number - 1 for number in chunk) for chunk in rank] for rank in held]

@@ -1,4 +1,4 @@
-"""Memory of each pipeline rank: weights, gradients, optimizer state, peak activations, temporaries."""
+"""Estimate of each pipeline rank's memory: weights, gradients, optimizer state, activations, temporaries."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RankMemory:
         buffers: buffers of modules, which are not parameters.
         updated: number of parameters whose optimizer state the rank holds, on the device or the host.
         host_state: optimizer state on the host.
-        host: all bytes that features move to the host.
+        host: all bytes that features keep in host memory.
         activations: dict from part to bytes at the schedule's peak.
-        in_flight: number of open forwards of each chunk at the peak.
-        waiting: number of deferred weight gradients of each chunk at the peak.
-        temporary: dict from kind to its largest temporary tensors.
-        step: temporary memory of the optimizer step, when activations are freed.
+        in_flight: number of microbatches between forward and backward at the peak, by chunk.
+        waiting: number of microbatches with deferred weight gradients at the peak, by chunk.
+        temporary: dict from kind of temporary tensors to their largest size.
+        step: temporary memory of the optimizer step, in which no activations are kept.
         allocator: assumed overhead of the allocator.
         written: bytes that the forwards of one microbatch write, kept or not.
         swapped: bytes of one microbatch that are swapped to the host.
@@ -64,12 +64,12 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """Bytes that stay from step to step."""
+        """Bytes of weights, gradients and optimizer state, which stay allocated between steps."""
         return self.weights + self.buffers + self.gradients + self.masters + self.moments
 
     @property
     def kept(self) -> float:
-        """Activations at the peak."""
+        """Bytes of kept activations at the peak."""
         return sum(self.activations.values())
 
     @property
@@ -90,7 +90,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Features that cover one layer, under the limits of ``--...-num-layers``."""
+    """Memory-saving features that apply to one layer, given the limits ``--...-num-layers``."""
 
     norm: bool
     act: bool
@@ -123,11 +123,11 @@ class _Weights:
     """Parameter counts of one pipeline rank.
 
     Attributes:
-        by_part: dict from part to parameters on the rank.
-        all: parameters that the rank holds between steps, after sharding.
-        dense: trained dense parameters held between steps.
-        experts: trained parameters of experts held between steps.
-        largest: size of the largest matrix.
+        by_part: dict from part to the number of parameters on the rank.
+        all: number of parameters that the rank holds between steps, after sharding.
+        dense: number of trained dense parameters held between steps.
+        experts: number of trained parameters of experts held between steps.
+        largest: number of elements of the largest matrix.
     """
 
     by_part: dict[str, float]
@@ -141,7 +141,7 @@ class _Weights:
 def _of_weights(
     model: Model, layout: Layout, whole_proj: bool, shards: tuple[int, int], indexers: bool, grouped: bool
 ) -> list[_Weights]:
-    """Return the parameter counts of each pipeline rank; cached, as searches repeat them."""
+    """Return the parameter counts of each pipeline rank. Cached, because a search repeats them."""
     ranks = []
     for weights in sizes.of_ranks(model, layout, whole_proj):
         trained = [weight for weight in weights if not indexers or weight.part == "indexer"]
@@ -157,7 +157,7 @@ def _of_weights(
 
 
 class _Kinds:
-    """Cache of the layers' activations, by kind of layer and active features."""
+    """Cache of activation bytes per layer, by kind of layer and applied features."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -166,7 +166,7 @@ class _Kinds:
         self.sums: dict[tuple[LayerKind, tuple[str, ...]], float] = {}
 
     def kept(self, kind: LayerKind, which: Chosen) -> dict[str, float]:
-        """Return a dict from part to the kept bytes of a layer."""
+        """Return a dict from part to the bytes that a layer with these features keeps."""
         if (kind, which) not in self.left:
             items = activations.freed(self.all[kind], self.job, which.norm, which.act, which.swap)
             items.append(activations.inputs_of_recomputed(self.job, which.norm, kind.experts))
@@ -176,11 +176,11 @@ class _Kinds:
         return self.left[kind, which]
 
     def whole(self) -> float:
-        """Return a layer's activations, without recomputation and swapping, for the largest kind."""
+        """Return the bytes of the largest kind of layer's activations, without recomputation and swapping."""
         return max(self.written(kind) for kind in self.all)
 
     def written(self, kind: LayerKind, *tags: str) -> float:
-        """Return a layer's activations without recomputation, optionally only those with one of the tags."""
+        """Return the bytes of a layer's activations without recomputation; with ``tags``, of those only."""
         if (kind, tags) not in self.sums:
             wanted = [item for item in self.all[kind] if not tags or item.tags & set(tags)]
             self.sums[kind, tags] = sum(item.nbytes for item in wanted)
@@ -261,7 +261,7 @@ def _rank(
 
 
 def _held(layout: Layout, shards: tuple[int, int], weights: Iterable[Weight]) -> tuple[float, float]:
-    """Return the parameter counts of dense weights and of experts, divided by their number of shards."""
+    """Return the numbers of dense and of expert parameters on a rank after sharding."""
     experts = dense = 0.0
     for weight in weights:
         if weight.cut == "expert":
@@ -287,7 +287,7 @@ def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
 
 
 def _share(job: Job, dense: float, experts: float) -> float:
-    """Return the number of parameters whose optimizer state a rank holds."""
+    """Return the number of parameters for which a rank holds optimizer state."""
     # The distributed optimizer divides its state over all ranks with the same weights.
     if not job.training.distributed:
         return dense + experts
@@ -295,7 +295,7 @@ def _share(job: Job, dense: float, experts: float) -> float:
 
 
 def chosen_layers(job: Job, rank: int, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], Chosen]:
-    """Return a dict from (chunk, position) to the features of the layer there."""
+    """Return a dict from ``(chunk, index in the chunk)`` to the features that apply to this layer."""
     features, full = job.features, job.training.full
     # --...-num-layers takes the first layer of every chunk, then the second of every chunk, and so on.
     places = sorted(
@@ -355,7 +355,7 @@ def _chunk(
 
 
 def _messages(job: Job, rank: int) -> float:
-    """Return the bytes of messages between pipeline ranks: an output being sent and the next input."""
+    """Return the bytes of point-to-point buffers: an output being sent, and the next input."""
     layout = job.layout
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     count = (rank > 0 or layout.vpp > 1) + (rank < layout.pp - 1 or layout.vpp > 1)
@@ -363,7 +363,7 @@ def _messages(job: Job, rank: int) -> float:
 
 
 def _copies_its_input(job: Job, full: bool) -> bool:
-    """Return whether the received activations stay in memory in addition to the first norm's kept tensors."""
+    """Return whether a stage's received input is kept in addition to the copies that its first norm keeps."""
     recomputed = job.features.recompute_norm or "layernorm" in job.training.modules
     return job.training.bf16 and not (job.training.kernels or full or recomputed)
 
@@ -386,7 +386,7 @@ def _end(job: Job) -> list[Kept]:
 def _host_activations(
     job: Job, rank: int, held: Sequence[tuple[int, ...]], flights: Iterable[int], kinds: _Kinds
 ) -> float:
-    """Return the host bytes of attention's saved tensors, for all microbatches in flight."""
+    """Return the host bytes of swapped attention activations, for all microbatches in flight."""
     nbytes = 0.0
     choice = chosen_layers(job, rank, held)
     for chunk, count in enumerate(flights):

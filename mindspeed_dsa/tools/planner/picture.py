@@ -59,10 +59,10 @@ _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
 
 def colour(part: str) -> tuple[float, float, float]:
-    """Return the colour of a part; a part's activations and its time have the same colour.
+    """Return the colour of a part of the model, the same for its activations and its time.
 
     Args:
-        part: row of memory, or part of a step.
+        part: name of a row of the memory table, or of a part of the step's time.
 
     Returns:
         Red, green and blue, from 0 to 1.

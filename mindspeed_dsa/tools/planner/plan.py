@@ -1,4 +1,4 @@
-"""A plan: memory, communication, FLOPs and step time of one job on one kind of device."""
+"""Plan of a job: estimated memory, communication, FLOPs and step time on one kind of device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Plan:
         ranks: memory of each pipeline rank.
         transfers: transfers of each pipeline rank.
         flops: dict from part to the model's FLOPs for forward and backward of one sequence.
-        least: number of devices for one replica.
-        fitting: smallest number of devices that fits the layout with more replicas; None if no number does.
+        least: number of devices that one replica needs.
+        fitting: smallest number of devices on which the layout fits, with more replicas; None if it never
+            fits.
     """
 
     job: Job
@@ -47,7 +48,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One of :data:`FITS`, :data:`TIGHT` and :data:`TOO_LARGE`, for the devices and a node's host."""
+        """One of :data:`FITS`, :data:`TIGHT` and :data:`TOO_LARGE`, for device memory and host memory."""
         if self.node_host > self.device.host_memory * GIB:
             return TOO_LARGE
         return verdict(self.worst, self.device)
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def node_host(self) -> float:
-        """Bytes that features move to one host, for the node that needs most."""
+        """Bytes that features keep in host memory, on the node that needs most."""
         return on_node(self.ranks, self.job, self.device)
 
     @property
@@ -112,7 +113,7 @@ class Plan:
 
 
 def budget(device: Device) -> float:
-    """Return the bytes of a device without the reserve."""
+    """Return the bytes of a device that tensors may use: its memory without the reserve."""
     return (device.memory - device.reserve) * GIB
 
 
@@ -129,7 +130,7 @@ def verdict(worst: RankMemory, device: Device) -> str:
 
 
 def on_node(ranks: Sequence[RankMemory], job: Job, device: Device) -> float:
-    """Return the bytes on one host, if all of its devices have the pipeline rank that needs most."""
+    """Return the most host bytes on a node: each of its devices has the pipeline rank that needs most."""
     return max(each.host for each in ranks) * min(device.host_devices, job.layout.devices)
 
 
@@ -139,9 +140,9 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
     Args:
         job: checked job.
         device: device that it runs on.
-        allocator: assumed share of memory that the allocator adds.
-        quick: whether to estimate the schedule from its slowest stage instead of event by event, and to skip
-            the count of fitting devices; used by searches.
+        allocator: assumed overhead of the allocator, as a share of the tensors' bytes.
+        quick: whether to estimate the step time from the slowest stage instead of a simulated schedule, and
+            to leave out :attr:`Plan.fitting`; used by searches.
     """
     ranks = memory.of_job(job, allocator)
     if job.features.swap_auto:
@@ -169,7 +170,7 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
 
 
 def with_shares(job: Job, shares: Sequence[float]) -> Job:
-    """Return the job with the share of attention that each pipeline rank swaps."""
+    """Return a copy of the job with :attr:`Features.swap_shares` set for ``--swap-attention auto``."""
     return replace(job, features=replace(job.features, swap_shares=tuple(shares)))
 
 

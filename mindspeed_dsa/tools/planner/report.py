@@ -24,7 +24,8 @@ def text(plan: Plan, tokens_per_second: float | None = None) -> str:
 
     Args:
         plan: finished plan.
-        tokens_per_second: measured rate of the whole job; if given, its utilisation is printed, too.
+        tokens_per_second: measured rate of the whole job; if given, the report includes its model FLOPs
+            utilisation.
     """
     parts = [
         _head(plan),
@@ -64,13 +65,13 @@ def _head(plan: Plan) -> str:
 
 
 def too_much(plan: Plan) -> str:
-    """Return the excess of the device's memory, or a sentence that the node's host is too small."""
+    """Return text for a plan that does not fit: excess GiB on the device, or that the host is too small."""
     excess = plan.worst.total / GIB - (plan.device.memory - plan.device.reserve)
     return f"{excess:.1f} too much" if excess > 0 else "the device has room, a node's host has not"
 
 
 def _fitting(plan: Plan) -> str:
-    """Return the number of devices for which the layout fits, if it is at most 8 times the job's."""
+    """Return text about the number of devices on which the layout fits, if at most 8 times the job's."""
     devices = plan.job.layout.devices
     if plan.fits or plan.fitting is None or plan.fitting > _FEW_MORE * devices:
         return ""
@@ -89,7 +90,7 @@ def _on_hosts(plan: Plan) -> list[str]:
 
 
 def _padded(job: Job) -> list[str]:
-    """Return the line about padded sequences, if the length is no multiple of the number of parts."""
+    """Return a line about padding, if context and sequence parallelism do not divide the sequence length."""
     tokens, rows = job.training.sequence, job.sequence - job.training.sequence
     if not rows:
         return []
@@ -101,7 +102,7 @@ def _padded(job: Job) -> list[str]:
 
 
 def _selecting(job: Job) -> list[str]:
-    """Return the line about layers with an indexer, if layers share selections."""
+    """Return a line about the layers that have an indexer, if layers share selections."""
     sharing = job.model.sharing
     if not (job.model.sparse and sharing.is_on):
         return []
@@ -113,7 +114,7 @@ def _devices(count: int) -> str:
 
 
 def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tuple[str, list[int]]]:
-    """Group ranks with equal columns; of more than six groups, keep the first, the last and the largest.
+    """Group ranks with equal columns for the table. With more than six groups, keep first, last and largest.
 
     Args:
         columns: cells of each rank.
@@ -134,7 +135,7 @@ def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tu
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return ``rank 0``, ``ranks 1-14`` or ``ranks 1-6, 8``."""
+    """Return the names of ranks: ``rank 0``, ``ranks 1-14`` or ``ranks 1-6, 8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -146,7 +147,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Return the table of memory, with one column for ranks with the same values."""
+    """Return the memory table; ranks with the same values share a column."""
     kept = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
     kept["sum"] = [rank.total / GIB for rank in plan.ranks]
     cells = {name: [f"{value:.2f}" for value in values] for name, values in kept.items()}

@@ -1,4 +1,4 @@
-"""A job's pipeline schedule, and a rank's open forwards and deferred weight gradients at its peak."""
+"""Pipeline schedule of a job, and the microbatches whose tensors a rank holds at its memory peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warmups(ranks: int, rank: int, chunks: int, microbatches: int, group: int, p
 
 
 def table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
-    """Return ``(chunk, microbatch)`` of a rank's forwards; its backwards have the chunks in reverse order."""
+    """Return ``(chunk, microbatch)`` of a rank's forwards in order; for backwards the chunks are reversed."""
     return [
         (chunk, microbatch)
         for start in range(0, microbatches, group)
@@ -35,7 +35,7 @@ def schedule(job: Job, most: int | None = None) -> Schedule:
 
     Args:
         job: planned job.
-        most: largest number of microbatches, for callers that do not need the whole step.
+        most: limit of the number of microbatches, for callers that do not need the whole step.
     """
     layout, features = job.layout, job.features
     microbatches = min(job.microbatches, most or job.microbatches)
@@ -77,12 +77,12 @@ def _split(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool, 
 
 
 class Peak(NamedTuple):
-    """Tensors that a rank holds at the event with the largest memory.
+    """Microbatches whose tensors a rank holds when its memory is largest.
 
     Attributes:
-        open: number of forwards without a backward yet, by chunk.
-        waiting: number of backwards with deferred weight gradients, by chunk.
-        nbytes: bytes of both.
+        open: number of microbatches after forward and before backward, by chunk.
+        waiting: number of microbatches after backward with deferred weight gradients, by chunk.
+        nbytes: bytes of the held tensors.
     """
 
     open: tuple[int, ...]
@@ -91,13 +91,13 @@ class Peak(NamedTuple):
 
 
 def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) -> Peak:
-    """Return the peak over a rank's events.
+    """Return the memory peak over a rank's forwards, backwards and weight gradients.
 
     Args:
         job: planned job.
         rank: pipeline rank.
-        kept: bytes of one open forward, by chunk.
-        operands: bytes of the tensors that the weight gradients of one backward need, by chunk.
+        kept: bytes of activations per microbatch, by chunk.
+        operands: bytes of tensors for the deferred weight gradients per microbatch, by chunk.
     """
     events = schedule(job, _enough(job)).ranks[rank]
     later = {(each.chunk, each.microbatch) for each in events if each.kind is Kind.WEIGHT}
@@ -118,7 +118,7 @@ def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) 
 
 
 def _enough(job: Job) -> int:
-    """Return a number of microbatches that is enough for the peak: later events only repeat the pattern."""
+    """Return a number of microbatches after which the schedule only repeats, so that it contains the peak."""
     layout, features = job.layout, job.features
     later = layout.pp if features.split else 0
     if layout.v_shaped:

@@ -33,7 +33,7 @@ class Found:
 
     Attributes:
         plan: plan of the layout.
-        measures: memory measures that it needs to fit.
+        measures: memory-saving features that the layout needs to fit.
     """
 
     plan: Plan
@@ -50,14 +50,14 @@ def search(
     """Return the layouts with the shortest estimated step time.
 
     Args:
-        job: job whose model, batch, features and number of devices are kept.
+        job: job to search a layout for; its model, batch, features and number of devices are kept.
         device: device with its memory and rates.
         best: number of layouts to return.
-        allocator: assumed share of memory that the allocator adds.
+        allocator: assumed overhead of the allocator, as a share of the tensors' bytes.
         micro: micro-batch sizes to try.
 
     Returns:
-        Layouts that fit, or tight ones if none fits.
+        Layouts that fit, the fastest first; if none fits, tight ones.
 
     Raises:
         SettingsError: no layout fits; names the layout that needs least memory.
@@ -92,7 +92,7 @@ def search(
 
 
 def limits(job: Job) -> str:
-    """Return a note on pipelines that shared selections exclude; empty if none are excluded."""
+    """Return a note on pipeline layouts that are excluded because layers share selections; empty if none."""
     model = job.model
     if not (model.sparse and model.sharing.is_on):
         return ""
@@ -104,7 +104,7 @@ def limits(job: Job) -> str:
 
 
 def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterator[Job]:
-    """Yield jobs with valid layouts; for each choice of sizes, the most even split of layers.
+    """Yield jobs with all valid layouts: for each combination of group sizes, the most even split of layers.
 
     If layers share selections, each chunk of a split begins with a layer that selects keys.
     """
@@ -154,7 +154,7 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
 
 
 def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
-    """Return the plan with the cheapest measures that fit, or the bytes needed with all measures."""
+    """Return the plan with the cheapest features that make it fit, or the bytes needed with all."""
     tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
     # If even all measures together are not enough, none of them needs a try.
     least = _worst(memory.of_job(_with(job, *tried[-1]), allocator))

@@ -1,4 +1,4 @@
-"""Numbers of parameters of a model, by part and by parallel cut."""
+"""Number of parameters of a model, by part of the model and by the kind of parallelism that splits them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """Size of one weight, or of several with the same cut.
+    """Number of parameters of one weight, or of several that are split in the same way.
 
     Attributes:
         part: one of :data:`PARTS`.
         numbers: number of parameters in the whole model.
-        cut: cut over tensor parallel ranks, over expert parallel ranks, or none.
-        summed: whether gradients of copies are summed, as under sequence parallelism each copy sees only a
-            part.
-        averaged: whether gradients of copies are averaged, although all copies compute the same.
+        cut: ranks over which the weight is split: tensor parallel, expert parallel, or none.
+        summed: whether gradients of replicas on TP ranks are summed, because under sequence parallelism each
+            replica sees only a part of the tokens.
+        averaged: whether gradients of replicas on TP ranks are averaged, although all are equal.
     """
 
     part: str
@@ -45,14 +45,14 @@ class Weight:
     averaged: bool = False
 
     def on_rank(self, layout: Layout) -> float:
-        """Return the number of parameters in one rank's share."""
+        """Return the number of the parameters that one rank holds."""
         if self.cut == "expert":
             return self.numbers / (layout.ep * layout.etp)
         return self.numbers / layout.tp if self.cut == "tensor" else float(self.numbers)
 
 
 def whole(part: str, numbers: int) -> Weight:
-    """Return a weight that every tensor parallel rank has a copy of, with gradients to be summed."""
+    """Return a weight that is replicated on every tensor parallel rank, and whose gradients are summed."""
     return Weight(part, numbers, "whole", summed=True)
 
 
@@ -100,7 +100,7 @@ def attention(model: Model, selects: bool, sp_tp_sp: bool = False) -> list[Weigh
 
 
 def index_numbers(model: Model) -> int:
-    """Return the number of an indexer's parameters: projections of query, key and weights, and key norm."""
+    """Return the number of parameters of an indexer: query, key and weights projections, and key norm."""
     # DeepSeek-V3.2: 1536 x 64 x 128 + 7168 x (128 + 64) + 2 x 128 = 14.0 M parameters.
     query = (model.query_lora or model.hidden) * model.index_heads * model.index_dim
     return query + model.hidden * (model.index_dim + model.index_heads) + 2 * model.index_dim
@@ -152,7 +152,7 @@ def mtp_layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> list[Wei
 
 
 def model_weights(model: Model) -> list[Weight]:
-    """Return the weights of the whole model, each once."""
+    """Return the weights of the whole model, without replicas."""
     weights = embedding(model)
     for kind in model.kinds:
         weights += layer(model, kind)
@@ -170,7 +170,7 @@ def rank_weights(job: Job) -> list[list[Weight]]:
 
 @lru_cache(maxsize=16)
 def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
-    """Return the weights of each pipeline rank; ``whole_proj``: TP ranks do not cut output projections."""
+    """Return each pipeline rank's weights. ``whole_proj``: TP ranks do not split output projections."""
     held = layouts.chunks(layout, model)
     ranks: list[list[Weight]] = []
     for rank, rank_chunks in enumerate(held):
@@ -195,7 +195,7 @@ def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight
 
 
 def by_part(weights: Iterable[Weight], layout: Layout | None = None) -> dict[str, float]:
-    """Return a dict from part to parameters, of the whole model or on one rank."""
+    """Return a dict from part to number of parameters; with ``layout``, on one rank."""
     sums: dict[str, float] = {}
     for weight in weights:
         numbers = weight.numbers if layout is None else weight.on_rank(layout)

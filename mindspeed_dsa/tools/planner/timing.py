@@ -1,4 +1,4 @@
-"""Estimate of a step's time from FLOPs, bytes and a device's rates."""
+"""Estimate of the step time from FLOPs, bytes and a device's rates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Device:
         host_devices: number of devices that share the host.
         matmul: share of ``tflops`` that large matrix products reach.
         attention: share of ``tflops`` that attention reaches.
-        sparse: share of ``tflops`` that attention and indexer reach on gathered keys.
+        sparse: share of ``tflops`` that sparse attention and indexer reach.
         reserve: GiB for the device context and collectives.
     """
 
@@ -72,10 +72,10 @@ DEVICES = {
 
 
 def device(name: str, **other: float | None) -> Device:
-    """Return a device of the table, with figures replaced by given ones.
+    """Return a device of :data:`DEVICES`, with some attributes replaced.
 
     Raises:
-        SettingsError: the name is not in the table, or a figure is not positive.
+        SettingsError: the name is not in the table, or a value is not positive.
     """
     entry = DEVICES.get(name.lower())
     if entry is None:
@@ -109,9 +109,9 @@ class Stage:
     """Seconds of one microbatch in one chunk of a pipeline rank.
 
     Attributes:
-        forward: computation and exposed transfers.
-        backward: computation, recomputation and exposed transfers.
-        weights: part of the backward for weight gradients that may be deferred.
+        forward: seconds of computation and exposed communication.
+        backward: seconds of computation, recomputation and exposed communication.
+        weights: seconds of the backward's weight gradients that may be deferred.
     """
 
     forward: float
@@ -125,9 +125,9 @@ class StepTime:
 
     Attributes:
         total: seconds of the slowest rank.
-        parts: dict from part of that rank to seconds, with the sum ``total``: computation, exposed transfers
-            by group, waiting.
-        hidden: dict from group to seconds of transfers hidden by computation.
+        parts: dict from part to seconds on the slowest rank: computation, exposed communication by group,
+            waiting. The sum is ``total``.
+        hidden: dict from group to seconds of communication hidden by computation.
         limit: part that takes longest.
     """
 
@@ -142,7 +142,7 @@ class StepTime:
 
 
 def strides(job: Job) -> dict[str, tuple[int, int]]:
-    """Return a dict from group to its size and stride between neighbours, in the order tp-cp-ep-dp-pp."""
+    """Return a dict from process group to size and rank stride, for Megatron's order tp-cp-ep-dp-pp."""
     layout = job.layout
     inner = layout.tp * layout.cp
     return {
@@ -160,7 +160,7 @@ def strides(job: Job) -> dict[str, tuple[int, int]]:
 
 
 def seconds(job: Job, device: Device, transfer: Transfer) -> float:
-    """Return the time of a transfer that has its links to itself."""
+    """Return the time of a transfer if no other transfer uses its links."""
     ranks, stride = strides(job)[transfer.group]
     # TP 8 with stride 1 is inside a node of 8; DP with stride 8 has only one rank per node.
     inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
@@ -194,7 +194,7 @@ def weight_gradients(job: Job, device: Device, rank: int, chunk: int) -> float:
 
 
 def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tuple[float, ...]:
-    """Return, for each pipeline rank, the share of attention that ``--swap-attention auto`` moves.
+    """Return the share of attention activations that ``--swap-attention auto`` swaps, per pipeline rank.
 
     The copies must be hidden by the rank's computation, and fit into ``--swap-attention-bytes`` for all
     microbatches in flight.
@@ -202,7 +202,7 @@ def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tupl
     Args:
         job: planned job.
         device: device with its rates.
-        memory: memory of all pipeline ranks, with everything swapped.
+        memory: memory of all pipeline ranks if everything is swapped.
     """
     shares = []
     for held in memory:
@@ -256,7 +256,7 @@ class Estimate:
         return StepTime(total, {k: v for k, v in parts.items() if v > 0}, dict(self.hidden))
 
     def _rank(self, rank: int) -> tuple[list[Stage], dict[str, float], dict[str, float], float]:
-        """Return stages, seconds by part in the schedule and at the step's end, and the end's total."""
+        """Return a rank's stages, seconds by part during the schedule and after it, and the sum after it."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
         transfers = self.transfers[rank]
@@ -325,7 +325,7 @@ class Estimate:
         parts_of: Sequence[tuple[dict[str, float], dict[str, float]]],
         parts: dict[str, float],
     ) -> float:
-        """Return the seconds of a rank's exposed transfers in all microbatches, and add them to ``parts``."""
+        """Return a rank's seconds of exposed communication in all microbatches; add them to ``parts``."""
         features, count = self.job.features, self.job.microbatches
         exposed = 0.0
         index = 0 if when == "forward" else 1
@@ -392,7 +392,7 @@ class Estimate:
         return sums_at_end
 
     def _pipeline(self, stages: Sequence[Sequence[Stage]], simulated: bool) -> float:
-        """Return the seconds of the pipeline for all microbatches."""
+        """Return the seconds of the pipeline schedule with all microbatches."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
         pace = max(sum(stage.forward + stage.backward for stage in rank_stages) for rank_stages in stages)

@@ -1,9 +1,9 @@
-"""Memory of deferred weight gradients: inputs of linear layers, and the gradients of their outputs.
+"""Memory that deferred weight gradients need: inputs of linear layers, and the gradients of their outputs.
 
 Each storage counts once: layers with the same input share it, and a rank's experts have one storage for all
-inputs and one for all output gradients. Norms, embeddings, routers and biases are not deferred. Letters as in
-``activations.py``: ``n`` tokens of a microbatch on a context parallel rank, ``r`` is ``n / t`` under sequence
-parallelism and else ``n``, ``t`` is the TP size.
+inputs and one for all output gradients. Weight gradients of norms, embeddings, routers and biases are not
+deferred. Letters are as in ``activations.py``: ``t`` is the TP size, and ``n`` is a microbatch's number of
+tokens on a context parallel rank. ``r`` is ``n / t`` under sequence parallelism and else ``n``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def of_chunk(job: Job, rank: int, chunk: int, held: Sequence[int]) -> float:
 
 
 def of_layer(job: Job, kind: LayerKind) -> float:
-    """Return the bytes held for one transformer layer."""
+    """Return the bytes held for the deferred weight gradients of one transformer layer."""
     return job.training.number * sum(_Numbers(job).layer(kind))
 
 
 def of_end(job: Job) -> float:
-    """Return the bytes held for the output layer and multi-token prediction."""
+    """Return the bytes held for the deferred weight gradients of output layer and multi-token prediction."""
     return job.training.number * sum(_Numbers(job).end())
 
 
@@ -69,7 +69,7 @@ class _Numbers:
 
     @property
     def _widths(self) -> int:
-        """Sum of an MLP's widths, in units of its inner width: first layer's output, second layer's input."""
+        """Width of fc1's output plus width of fc2's input, in units of ``ffn``: 3 for a gated MLP, else 2."""
         return 3 if self.model.gated else 2
 
     def _by_columns(self, width: float) -> float:
@@ -77,7 +77,7 @@ class _Numbers:
         return self.n * width / self.t
 
     def _by_rows(self, width: float) -> Iterator[float]:
-        """Yield the sizes of a row-parallel layer's input and of its full output gradient, in elements."""
+        """Yield the sizes of a row-parallel layer's input shard and full output gradient, in elements."""
         yield self.n * width / self.t
         yield self.n * self.model.hidden
 

@@ -1,4 +1,4 @@
-"""Floating point operations by part; a multiply-add counts as two."""
+"""Estimate of floating point operations, by part of the model; a multiply-add counts as two."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Work:
     Attributes:
         forward: FLOPs of a forward.
         backward: FLOPs of a backward.
-        kind: name of the device's rate for it: ``matmul``, ``attention`` or ``sparse``.
-        moved: bytes that a forward must read, where that may take longer; a backward reads them, too, and
-            writes gradients of the same size.
-        weights: part of the backward for weight gradients that a split backward defers.
+        kind: name of the :class:`Device` rate that applies: ``matmul``, ``attention`` or ``sparse``.
+        moved: bytes that a forward must read, if memory may be the bottleneck. A backward also reads them,
+            and writes gradients of the same size.
+        weights: FLOPs of the backward's weight gradients that a split backward defers.
     """
 
     part: str
@@ -54,7 +54,7 @@ def visible_pairs(length: int) -> float:
 
 
 def selected_pairs(length: int, topk: int) -> float:
-    """Return the number of (query, key) pairs with at most ``topk`` keys per query."""
+    """Return the number of (query, key) pairs under a causal mask with at most ``topk`` keys per query."""
     if length <= topk:
         return visible_pairs(length)
     # Query i < topk sees i keys: length 4096, topk 2048: 2048 x 4096 - 2048 x 2047 / 2 = 6.3 M pairs.
@@ -76,7 +76,7 @@ def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
 def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, number: int = 2) -> Work:
     """Return the work of one sequence's attention, over all heads.
 
-    In naive form each query gathers keys and values of every head, in absorbed form one latent for all heads.
+    In naive form each query reads keys and values per head, in absorbed form one latent for all heads.
     """
     pairs = selected_pairs(length, model.topk) if sparse else visible_pairs(length)
     forward, backward = pair_flops(model, absorbed)
@@ -168,8 +168,8 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
 def model_flops(job: Job) -> dict[str, float]:
     """Return a dict from part to the model's FLOPs, forward and backward of one sequence.
 
-    Without recomputation and imbalance. Attention counts in its cheapest form: naive, and only selected pairs
-    if it is sparse.
+    Recomputation and expert imbalance are not counted. Attention counts in its cheapest form: naive, and for
+    sparse attention only the selected pairs.
     """
     model, length = job.model, job.training.sequence
     sums = dict.fromkeys(PARTS, 0.0)
@@ -202,7 +202,7 @@ def model_flops(job: Job) -> dict[str, float]:
 
 
 def utilisation(job: Job, tokens_per_second: float, tflops: float) -> float:
-    """Return the model FLOPs utilisation: the model's FLOPs per second over the devices' peak.
+    """Return the model FLOPs utilisation (MFU): the model's FLOPs per second over the devices' peak.
 
     Args:
         job: planned job.

@@ -1,8 +1,7 @@
 """Test of a device: trains, saves and resumes a small model in each precision.
 
-Runs as a subprocess of ``doctor --device``. It prints one JSON object on standard output when a stage begins,
-and one with its result. Training uses Megatron's data parallelism, optimizer and checkpoints, as Megatron's
-loop does.
+Runs as a subprocess of ``doctor --device``. For each stage it prints one JSON object on standard output at
+the beginning, and one with the result. The model uses Megatron's data parallelism, optimizer and checkpoints.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Case:
     """Precision and switches of one trained model.
 
     Attributes:
-        name: name in the answers.
+        name: name in the printed results.
         dtype: dtype of the weights.
         fused: whether ``--use-fused-dsa`` is on, in absorbed form.
         saved: whether the model is saved, and training resumed from the checkpoint.
@@ -210,7 +209,7 @@ def run(platform: str, tell: Callable[[dict[str, Any]], None], folder: Path) -> 
 
     Args:
         platform: platform of the device.
-        tell: function called with each stage when it begins, and with its result.
+        tell: function called with a JSON object when a stage begins, and with its result.
         folder: path for the checkpoint, which must not exist.
     """
     for case in CASES:

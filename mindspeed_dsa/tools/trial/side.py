@@ -59,7 +59,7 @@ _SPREAD, _RATE = 0.02, 1e-3
 
 
 class Sequences:
-    """Sequences from a text in every installation: this package's sources, as bytes.
+    """Training sequences from the bytes of this package's source files, which every installation has.
 
     Attributes:
         length: number of tokens per sequence.
@@ -72,7 +72,7 @@ class Sequences:
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of a step, int64 ``[1, length]`` each; the text repeats at its end."""
+        """Return tokens and labels of a step, int64 ``[1, length]`` each; after its end the text repeats."""
         start = step * self.length
         positions = torch.arange(start, start + self.length + 1) % self._tokens.numel()
         row = self._tokens[positions].long()
