@@ -15,7 +15,7 @@ from mindspeed_dsa.patches.spec import Patch
 ENV_PREFIX = "MINDSPEED_DSA_"
 AUTO = "auto"
 WORDS = (AUTO, "on", "off")
-"""Words that may follow a tri-state switch which has these as its choices."""
+"""Arguments of a tri-state flag that is declared with ``choices=WORDS``."""
 Platform = Literal["cpu", "cuda", "npu"]
 
 

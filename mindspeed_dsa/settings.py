@@ -408,7 +408,7 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _from_api(flag: Flag, value: Any) -> Any:
-    """Convert a keyword's value; launchers such as Hydra pass strings."""
+    """Convert an API keyword's value to the flag's type; launchers such as Hydra pass strings."""
     who = f"API keyword {flag.dest}"
     if flag is ACCEPT_MINDSPEED:
         raise ValueError(

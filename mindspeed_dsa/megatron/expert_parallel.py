@@ -34,7 +34,7 @@ ROWS = (
     ),
     DEFERRED_GRADIENTS,
 )
-"""Split all-to-alls and deferred weight gradients; each applied once, even if several features claim it."""
+"""Patches for split all-to-alls and deferred weight gradients; each is applied once for all features."""
 
 
 def number_of_experts(args: Any) -> int:

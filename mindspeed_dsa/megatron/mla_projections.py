@@ -29,7 +29,7 @@ Rotate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projections:
-    """Calls of one MLA layer's projections.
+    """Computation of query and key of one MLA layer with the layer's own projections.
 
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
@@ -61,14 +61,14 @@ class Projections:
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
     def tensor_parallel_group(self) -> ProcessGroup:
-        """Return the layer's own group, or Megatron's global one (in 0.12)."""
+        """Return the layer's tensor parallel group; in Megatron-core 0.12 the global one."""
         group = self._group_of_its_own("tp")
         return (
             self.megatron("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
         )
 
     def context_parallel_group(self) -> ProcessGroup:
-        """Return the layer's own group, or Megatron's global one (in 0.12)."""
+        """Return the layer's context parallel group; in Megatron-core 0.12 the global one."""
         group = self._group_of_its_own("cp")
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 

@@ -129,7 +129,7 @@ class Projected(NamedTuple):
 
 
 _PROJECTED = "_mindspeed_dsa_projected"
-"""Attribute of an indexer with projections, from the attention's first step to the indexer's own."""
+"""Attribute of an indexer that stores projections until the indexer's forward takes them."""
 
 
 def put_projected(indexer: Any, projected: Projected) -> None:

@@ -27,7 +27,7 @@ class Pass:
 
 
 Begin = Callable[[Any, Tensor, Sequence[Any]], Pass]
-"""Function of a layer, its input and its further arguments (masks, rotary angles)."""
+"""Function of a layer, its input and its further arguments (masks, rotary angles); returns the callbacks."""
 _begins: WeakKeyDictionary[Any, list[Begin]] = WeakKeyDictionary()
 
 
@@ -77,7 +77,7 @@ class Companion:
         """Apply ``cut`` to tensors that the experts' piece reads. Called while the dispatch is in flight."""
 
     def enter_experts(self) -> None:
-        """Add autograd nodes before the experts' piece; their backward runs after the piece's."""
+        """Add autograd nodes before the experts' piece, whose backward runs after the backward of the piece."""
 
     def leave_experts(self, cut: Cut) -> None:
         """Apply ``cut`` to tensors that are read after the combine. Called while the combine is in flight."""

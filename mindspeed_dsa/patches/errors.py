@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 
 REFUSED = 2
-"""Exit status of a program that was asked to do something impossible."""
+"""Exit status of a program that ends with an error of this library."""
 _PATIENCE_S = 20.0  # how far apart ranks may start on a busy machine
 _LOOK_EVERY_S = 0.1
 _STARTED = time.time()

@@ -150,7 +150,7 @@ class Site:
         return hooks.resolve(self.patch.module, ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
-        """Import the implementations of all claims. Runs foreign code, so the caller must hold no lock."""
+        """Import the implementations of all claims. Runs other code, so the caller must hold no lock."""
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:

@@ -69,7 +69,7 @@ class MemoryFigures:
 
 
 class Platform(abc.ABC):
-    """One kind of device."""
+    """Interface to one kind of device: streams, events, and memory."""
 
     name: ClassVar[PlatformName]
     device_type: ClassVar[str]

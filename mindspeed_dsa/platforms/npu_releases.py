@@ -1,4 +1,4 @@
-"""Releases of torch_npu and CANN: compatible pairs by the vendor's tables, and the installed ones.
+"""Releases of torch_npu and CANN: pairs that the vendor's tables call compatible, and the installed pair.
 
 The tables are torch_npu's ``COMPATIBILITY.md`` and its release notes for 7.2.0 and 26.1.0, from August 2026.
 Importing this does not import torch.

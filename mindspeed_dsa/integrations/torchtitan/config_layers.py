@@ -27,7 +27,7 @@ class FusedRMSNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """Configuration of the replaced norm."""
+        """Configuration, with the fields of TorchTitan's own class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -39,7 +39,7 @@ class GroupedMatmulExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """Configuration of the replaced experts."""
+        """Configuration, with the fields of TorchTitan's own class."""
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         return multiply_up_to(A, B_t, offs)
@@ -59,7 +59,7 @@ class PermutingDispatcher(LocalTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
-        """Configuration of the replaced dispatcher."""
+        """Configuration, with the fields of TorchTitan's own class."""
 
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, counts: Tensor
@@ -79,7 +79,7 @@ class PermutingExchange(AllToAllTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        """Configuration of the replaced dispatcher."""
+        """Configuration, with the fields of TorchTitan's own class."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

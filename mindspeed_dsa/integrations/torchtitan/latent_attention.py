@@ -21,7 +21,7 @@ from mindspeed_dsa.integrations.torchtitan.names import SparseOptions
 from mindspeed_dsa.ops.dsa import deepseek_sparse_attention, is_faster_by_head
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Model's rotary embedding, adjacent dimensions paired, of ``[..., heads, rope]`` and ``[..., 1, rope]``."""
+"""Model's rotary embedding (adjacent pairs), a function of ``[..., heads, rope]`` or ``[..., 1, rope]``."""
 
 
 class Projected(NamedTuple):
@@ -121,7 +121,7 @@ class Attention(NamedTuple):
     rows: int
     """Tokens of a step on all ranks; the loss is a mean over them."""
     tensor: ProcessGroup | None
-    """Group of ranks with the other heads."""
+    """Tensor parallel group over which heads are split; ``None`` without one."""
 
     def attend(
         self, projected: Projected, index: IndexOperands, starts: Tensor | None, trains: bool
@@ -204,7 +204,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def indexer_losses(model: nn.Module) -> dict[str, float]:
-    """Return each layer's indexer loss of the last pass by module name, a mean over this rank's tokens.
+    """Return a dict from module name to the indexer loss of the last pass, averaged over this rank's tokens.
 
     Copies the losses from the device, which blocks. Layers without a loss, such as layers of other pipeline
     stages, are left out.

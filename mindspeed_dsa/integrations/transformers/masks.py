@@ -28,11 +28,11 @@ class Rows(NamedTuple):
     """Visible keys as arguments of :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention`."""
 
     starts: Tensor | None = None
-    """``[batch, rows]`` int32, first visible key; ``None`` with a form."""
+    """``[batch, rows]`` int32, first visible key; ``None`` if ``form`` is set."""
     ends: Tensor | None = None
-    """``[batch, rows]`` int32, one past the last visible key; ``None`` with a form."""
+    """``[batch, rows]`` int32, one past the last visible key; ``None`` if ``form`` is set."""
     form: RowForm | None = None
-    """Form of tokens that are causal up to the last key, else ``None``."""
+    """Plain causal mask that ends at the last key, else ``None``."""
     row_mask: Tensor | None = None
     """``[batch, rows]`` bool, true for tokens; ``None`` without padding."""
 
@@ -191,11 +191,11 @@ def _told(*facts: Tensor) -> list[bool]:
 
 
 def _checked(found: _Found, has_gaps: bool | None = None) -> Tensor:
-    """Return the ranges as ``[batch, 1, rows, 3]`` int32.
+    """Return the ranges as ``[batch, 1, rows, 3]`` int32, after a check for gaps.
 
     Args:
         found: ranges of a mask.
-        has_gaps: whether there are gaps, if already known.
+        has_gaps: result of the check, if already known on the host.
 
     Raises:
         ValueError: a token sees keys that are not contiguous.

@@ -50,7 +50,7 @@ Found = tuple[EnvironmentCheck, Finding]
 
 
 def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
-    """Return the communication that is hidden behind computation, each item with the feature or flag."""
+    """Return texts about the communication that features and Megatron's flags hide behind computation."""
     hidden = [f"{feature.overlaps} ({feature.name})" for feature in active if feature.overlaps]
     hidden += [
         f"{what} (--{name.replace('_', '-')})"

@@ -177,7 +177,7 @@ def _started(name: str, length: int, output: Path) -> Iterator[_Side]:
 
 
 def summary(records: Records, length: int) -> dict[str, Any]:
-    """Summarise both sides.
+    """Summarise the step records of both sides.
 
     Args:
         records: dict from side to one record per step: loss, seconds, peak memory in bytes.

@@ -226,7 +226,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
 
 
 def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
-    """Return the differences between the runs of one side and its first run; None for one run."""
+    """Compare the later runs of one side with its first run; None if there is only one run."""
     differences = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
     if not differences:
         return None

@@ -64,7 +64,7 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """Bytes of weights, gradients and optimizer state, which stay allocated between steps."""
+        """Bytes of weights, buffers, gradients and optimizer state, which stay allocated between steps."""
         return self.weights + self.buffers + self.gradients + self.masters + self.moments
 
     @property

@@ -19,7 +19,7 @@ MEASURES = (
     "and swap attention",
     "full recompute",
 )
-"""Memory measures, tried in this order until a layout fits; then again with the optimizer on the host."""
+"""Memory-saving features, tried in this order until a layout fits; then with the optimizer on the host."""
 FULL = len(MEASURES) - 1
 _REFINED = 10
 MICRO = (1, 2, 4)

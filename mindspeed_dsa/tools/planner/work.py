@@ -42,7 +42,7 @@ class Work:
     weights: float = 0.0
 
     def times(self, factor: float, part: str = "") -> Work:
-        """Return the work multiplied by a factor, under another part's name if one is given."""
+        """Return a copy multiplied by a factor, and renamed to ``part`` if given."""
         numbers = (self.forward * factor, self.backward * factor)
         rest = (self.moved * factor, self.weights * factor)
         return Work(part or self.part, *numbers, self.kind, *rest)
@@ -74,7 +74,7 @@ def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
 
 
 def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, number: int = 2) -> Work:
-    """Return the work of one sequence's attention, over all heads.
+    """Return the FLOPs of attention for one sequence, over all heads.
 
     In naive form each query reads keys and values per head, in absorbed form one latent for all heads.
     """
@@ -87,7 +87,7 @@ def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, numb
 
 
 def index_scores(model: Model, length: int, backward: bool) -> Work:
-    """Return the work of one sequence's index scores.
+    """Return the FLOPs of the indexer's scores for one sequence.
 
     Forward scores all visible pairs. Backward has three products per selected pair, and the KL loss
     multiplies queries with selected keys once more in all heads of the main attention.
@@ -99,7 +99,7 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
 
 
 def layer(job: Job, kind: LayerKind) -> list[Work]:
-    """Return the work of one layer for one microbatch on one rank."""
+    """Return the FLOPs of one layer for one microbatch on one rank, by part."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)
@@ -146,7 +146,7 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
 
 
 def chunk(job: Job, rank: int, number: int) -> list[Work]:
-    """Return the work of one chunk of a pipeline rank for one microbatch, without recomputation."""
+    """Return the FLOPs of one chunk of a pipeline rank for one microbatch, without recomputation."""
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
     items: list[Work] = []
