@@ -55,7 +55,7 @@ class Flag:
 
     @property
     def env(self) -> str:
-        """Environment variable: ``MINDSPEED_DSA_USE_FUSED_DSA``."""
+        """Name of the environment variable: ``MINDSPEED_DSA_USE_FUSED_DSA``."""
         return ENV_PREFIX + self.dest.upper()
 
     @property

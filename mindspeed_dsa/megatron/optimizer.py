@@ -139,7 +139,7 @@ class OptimizerState:
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """Return the feature's state for a newly constructed optimizer, or ``None`` if it needs none."""
+        """Return the feature's state for a new optimizer, which has parameters, or ``None`` if it needs none."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
@@ -184,7 +184,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_built(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``__init__``."""
+        """Decorate ``__init__`` to store the result of :meth:`built`."""
 
         def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             # Checked first on the optimizer's configuration; DDP's is known only after construction.
@@ -202,7 +202,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_before_grads(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``prepare_grads`` of an optimizer, or of a chain, which calls it for all its parts."""
+        """Decorate ``prepare_grads`` to call :meth:`before_grads` and :meth:`after_skip`, also for a chain's parts."""
 
         def prepare_grads(self: Any) -> bool:
             parts = [state_of(part, context.feature) for part in getattr(self, "chained_optimizers", [self])]
@@ -221,7 +221,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_step(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``step_with_ready_grads``."""
+        """Decorate ``step_with_ready_grads`` to call :meth:`step`."""
 
         def step_with_ready_grads(self: Any) -> bool:
             state = state_of(self, context.feature)
@@ -234,7 +234,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_master_to_model(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``_copy_main_params_to_model_params``."""
+        """Decorate ``_copy_main_params_to_model_params`` to call :meth:`master_to_model`."""
 
         def _copy_main_params_to_model_params(self: Any) -> None:
             state = state_of(self, context.feature)
@@ -247,7 +247,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_model_to_master(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``_copy_model_params_to_main_params``."""
+        """Decorate ``_copy_model_params_to_main_params`` to call :meth:`model_to_master`."""
 
         def _copy_model_params_to_main_params(self: Any, *args: Any, **kwargs: Any) -> None:
             state = state_of(self, context.feature)
@@ -262,7 +262,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_state_dict(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``state_dict``."""
+        """Decorate ``state_dict`` to call :meth:`state_dict`."""
 
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = state_of(self, context.feature)
@@ -275,7 +275,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_load_state_dict(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``load_state_dict``."""
+        """Decorate ``load_state_dict`` to call :meth:`load_state_dict`."""
 
         def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             state = state_of(self, context.feature)
@@ -290,7 +290,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_get_parameter(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``_get_main_param_and_optimizer_states``."""
+        """Decorate ``_get_main_param_and_optimizer_states`` to call :meth:`get_parameter`."""
 
         def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
             state = state_of(self, context.feature)
@@ -303,7 +303,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_set_parameter(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``_set_main_param_and_optimizer_states``."""
+        """Decorate ``_set_main_param_and_optimizer_states`` to call :meth:`set_parameter`."""
 
         def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
             state = state_of(self, context.feature)
@@ -318,7 +318,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_load_parameters(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``load_parameter_state_from_dp_zero_legacy``."""
+        """Decorate ``load_parameter_state_from_dp_zero_legacy`` to call :meth:`load_parameters`."""
 
         def load_parameter_state_from_dp_zero_legacy(self: Any, state_dict: Any) -> None:
             state = state_of(self, context.feature)

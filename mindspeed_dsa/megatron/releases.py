@@ -1,4 +1,4 @@
-"""Differences between Megatron-core releases that several features need.
+"""Functions that hide differences between Megatron-core releases from several features.
 
 Functions test for a parameter or attribute, never for a version, so that forks with parts of a later release
 work too. Imports neither torch nor Megatron.

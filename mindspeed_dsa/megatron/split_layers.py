@@ -77,7 +77,7 @@ class Companion:
         """Apply ``cut`` to tensors that the experts' piece reads. Called while the dispatch is in flight."""
 
     def enter_experts(self) -> None:
-        """Add autograd nodes before the experts' piece, whose backward runs after the backward of the piece."""
+        """Add autograd nodes before the experts' piece; their backward runs after the piece's backward."""
 
     def leave_experts(self, cut: Cut) -> None:
         """Apply ``cut`` to tensors that are read after the combine. Called while the combine is in flight."""

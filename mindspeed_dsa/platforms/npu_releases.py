@@ -39,7 +39,7 @@ class Release:
         return f"torch_npu {wheels} with CANN {self.cann}, or newer ones"
 
     def wheel(self, torch: str) -> str | None:
-        """Return the version of its wheel for a torch release, or ``None``."""
+        """Return the version of the torch_npu wheel for a torch release, or ``None``."""
         return next((each for each in self.torch_npu if _release(each) == _release(torch)), None)
 
 

@@ -304,7 +304,7 @@ def _check_of(feature: Feature) -> Callable[[Any], list[str]]:
 
 
 def ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
-    """Call a feature's function, and attribute an exception to the feature.
+    """Call a feature's function, and turn an exception into an error that names the feature.
 
     Raises:
         SettingsError: the function raised.

@@ -253,7 +253,7 @@ class Sparse(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Options of :class:`mindspeed_dsa.integrations.torchtitan.names.SparseOptions`."""
+        """Converter configuration with the fields of ``SparseOptions``."""
 
         options: SparseOptions = field(default_factory=SparseOptions)
 

@@ -25,7 +25,7 @@ _WIDTH = 3
 
 
 class Rows(NamedTuple):
-    """Visible keys as arguments of :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention`."""
+    """Visible keys of query tokens, for :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention`."""
 
     starts: Tensor | None = None
     """``[batch, rows]`` int32, first visible key; ``None`` if ``form`` is set."""

@@ -86,7 +86,7 @@ def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], 
 
 
 def difference(flag: str, before: Plan, after: Plan) -> Difference:
-    """Return the plan ``after`` minus the plan ``before``."""
+    """Return the changes in memory, communication and time from plan ``before`` to plan ``after``."""
 
     def subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {**b, **a}}

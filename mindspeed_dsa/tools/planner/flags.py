@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def dest_of(name: str) -> str:
-    """Return the argument set by a flag, which is named without dashes."""
+    """Return the argument's name (``dest``) of a flag; ``name`` has no dashes in front."""
     return parser()._option_string_actions[f"--{name}"].dest
 
 
