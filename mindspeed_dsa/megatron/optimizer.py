@@ -139,7 +139,7 @@ class OptimizerState:
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """Return the feature's state for a new optimizer, which has parameters, or ``None`` if it needs none."""
+        """Return the feature's state for a new optimizer, which has parameters; ``None`` if unneeded."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
@@ -202,7 +202,7 @@ class OptimizerState:
 
     @classmethod
     def wrap_before_grads(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``prepare_grads`` to call :meth:`before_grads` and :meth:`after_skip`, also for a chain's parts."""
+        """Decorate ``prepare_grads``, also of chains, to call :meth:`before_grads` and :meth:`after_skip`."""
 
         def prepare_grads(self: Any) -> bool:
             parts = [state_of(part, context.feature) for part in getattr(self, "chained_optimizers", [self])]

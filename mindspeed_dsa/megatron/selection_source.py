@@ -154,7 +154,7 @@ class SelectionSource:
     asked = False
 
     def choose(self, rows: LayerRows) -> Chosen | None:
-        """Return the keys that a layer's tokens attend to, on host or device; ``None`` to ask the next source."""
+        """Return the keys that a layer's tokens attend to, on host or device; ``None`` for no answer."""
         return None
 
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
