@@ -95,7 +95,7 @@ class Chosen:
 
     @property
     def of_all_rows(self) -> Tensor:
-        """Indices of all tokens, as one tensor. An error if the tokens attend to all visible keys."""
+        """Selected keys of all tokens, ``[batch, rows, topk]``; ``None`` (all visible keys) is an error."""
         (topk_indices,) = self.topk_indices
         assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
         return topk_indices

@@ -54,7 +54,7 @@ class Sharing:
 
     @property
     def is_on(self) -> bool:
-        """Whether any layer may share."""
+        """Whether some layers may share the selection of a layer below."""
         return self.frequency != 1 or SHARES in self.pattern or self.mtp_shares
 
     def computes(self, layer: int) -> bool:

@@ -44,7 +44,7 @@ def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
 
 
 def identity(decorate: Any, context: Any) -> Any:
-    """Return a key of the wrapper that the decorator would build: the part of the context that it reads."""
+    """Return a key that is equal for contexts with which the decorator builds the same wrapper."""
     if not _takes_context(decorate):
         return None
     part = getattr(decorate, "_depends_on", None)

@@ -261,5 +261,5 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def environment() -> dict[str, str]:
-    """Return the variables' values in this process by name, with the recommendations that differ."""
+    """Return a dict from environment variable to its value, with the recommended one if it differs."""
     return {variable.name: variable.said_of(os.environ.get(variable.name)) for variable in VARIABLES}

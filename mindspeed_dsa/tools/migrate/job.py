@@ -253,7 +253,7 @@ class Job:
             self._out.pop(flag, None)
 
     def becomes(self, flag: str, now: Sequence[Given], why: str = "") -> None:
-        """Replace the flag by ``now``; record a problem if the job sets one of these otherwise."""
+        """Replace the flag by the flags ``now``; record a problem if the job sets one to another value."""
         old = self.given[flag]
         self.outcomes[flag] = Outcome(old, "megatron", " ".join(map(str, now)), why)
         for new in now:

@@ -61,8 +61,8 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
         job: found job, with the model of ``given``.
 
     Returns:
-        Words: the remaining words of ``given``, then flags for layout, micro-batch and memory-saving
-            features.
+        Command line words: the remaining words of ``given``, then flags for layout, micro-batch and
+            memory-saving features.
     """
     read, named, _ = flags.read(given)
     dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
