@@ -155,7 +155,7 @@ class Platform(abc.ABC):
             owner: object whose lifetime defines how long the memory counts as in use.
 
         Returns:
-            Tensor of this device; must not be used as a view if :attr:`mapped_by_kernels_only`.
+            Tensor of this device. If :attr:`mapped_by_kernels_only`, it is a whole tensor, not a view.
 
         Raises:
             SettingsError: the device cannot address host memory.
