@@ -46,7 +46,8 @@ def test_files_and_imported_weights_train_alike(jobs: JobServer, model: Path, tm
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environ, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    loaded = jobs.run(tmp_path / "loaded", *padded, "--load", str(imported))
+    alone = tmp_path / "alone"
+    loaded = jobs.run(tmp_path / "loaded", *padded, "--load", str(imported), "--save-hf", str(alone))
     assert loaded.code == 0, loaded.output
     assert "provides the weights only" in loaded.output
     drawn = jobs.run(tmp_path / "drawn", *padded)

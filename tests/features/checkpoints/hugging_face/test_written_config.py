@@ -236,3 +236,12 @@ def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tm
     assert theirs["vocab_size"] == 1000
     # Without the real vocabulary, Megatron's padded size is written.
     assert config_of(job(read, "0.16.1", vocab_size=None), "0.16.1", WHO)["vocab_size"] == 1024
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+def test_a_job_that_does_not_state_its_attention_has_deepseeks(kind):
+    """As the example job, whose loop sets it in the model's configuration."""
+    trained = job(arguments(kind), "0.16.1")
+    for name in ("multi_latent_attention", "qk_layernorm", "add_qkv_bias"):
+        vars(trained).pop(name, None)
+    assert config_of(trained, "0.16.1", WHO)["model_type"] == kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.deepseek import (
@@ -72,10 +72,14 @@ def of_class(config: Mapping[str, Any]) -> Architecture | None:
 
 def of_job(args: Any) -> Architecture:
     """Return the architecture that a job trains: the one with most of its arguments."""
+    known: Iterable[Architecture] = ARCHITECTURES
+    if not hasattr(args, "multi_latent_attention") and getattr(args, "kv_lora_rank", None):
+        # A loop other than Megatron-LM's may set latent attention in its model's configuration only.
+        known = (each for each in ARCHITECTURES if each.arguments["multi_latent_attention"])
 
     def matching(architecture: Architecture) -> float:
         marks = {name: bool(architecture.arguments.get(name)) for name in _TELLING}
         marks |= {"num_experts": "num_experts" in architecture.sizes, **architecture.marks}
         return sum(bool(getattr(args, name, None)) == mark for name, mark in marks.items()) / len(marks)
 
-    return max(ARCHITECTURES, key=matching)
+    return max(known, key=matching)
