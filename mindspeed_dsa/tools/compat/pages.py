@@ -57,13 +57,14 @@ _INDEX_HEADER = """\
 
 [中文](../zh/features.md)
 
-One page each: flags, background, method, when and how to use it, what is patched, effect, limits.
-`python -m mindspeed_dsa features` prints the same list, `python -m mindspeed_dsa explain NAME` one of
-them, and `python -m mindspeed_dsa doctor FLAGS` what a command line switches on.
+Each feature has a page with its flags, background, method, use, patches, measured effect and limits.
+`python -m mindspeed_dsa features` prints this list, `python -m mindspeed_dsa explain NAME` one entry, and
+`python -m mindspeed_dsa doctor FLAGS` the features that a command line switches on.
 
-Automatic features are on where they are needed: repairs where the model uses DSA, redirections on their
-platform. A flag beside the word switches the feature on, and its `--no-` form off. Flags marked so are
-Megatron's own. Which of them one job can have at once is on the page [Features together](../design/pairs.md).
+"Automatic" features are on wherever they are needed: repairs if the model uses DSA, redirections on their
+platform. If a flag is listed as well, it switches the feature on, and its `--no-` form off.
+Flags marked "(Megatron's)" belong to Megatron.
+[Features together](../design/pairs.md) shows which features can be combined.
 """
 _SESSION = "The session's own rows, always on"
 Word = Callable[[str], str]

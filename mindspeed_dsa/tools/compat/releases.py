@@ -18,48 +18,51 @@ _HEADER = """\
 
 # Compatibility
 
-Which feature works with which release of Megatron-core: [compatibility.csv](compatibility.csv), one row for a
-feature and one column for a release; [what does not work](../support.md#megatron) is a short table. A cell
-says what was found twice over:
+See which feature works with which release of Megatron-core.
+The table is [compatibility.csv](compatibility.csv), with one row per feature and one column per release;
+this page explains its words.
+[A short table](../support.md#megatron) lists the features that a release does not support.
+A cell is the result of two checks:
 
-* statically: every patch target was looked up in the sources of the release, with the parameters that the
-  patch relies on. `make compat` reads the releases again; `python -m mindspeed_dsa diff PATH_OR_VERSION` does
-  the same for a fork or a checkout;
-* by training: `make test-matrix` runs each feature in the layouts that it is for and compares with the
-  training that stock Megatron has. Only what these tests wrote down is called trained.
+* of the sources: every patch target was looked up in the release, with the parameters that the patch relies
+  on. `make compat` reads the releases again; `python -m mindspeed_dsa diff PATH_OR_VERSION` does the same for
+  a fork or a checkout;
+* of training: `make test-matrix` trains with each feature in layouts that it supports, and compares with
+  stock Megatron. Only a feature that passed these tests on a release is called trained there.
 
 | Word | Meaning |
 | --- | --- |
-| trained | its tests passed on this release: the same training, and the feature at work |
-| fits | all targets exist and take the parameters that the feature relies on; not trained there |
-| by *a backport* | the feature named in the cell provides it; the release lacks the code that is changed |
+| trained | its tests passed on this release: training equals stock Megatron's, and the feature was used |
+| fits | all targets exist and take the parameters that the feature relies on; it was not trained there |
+| by *a backport* | the release lacks the code that is changed, and the feature named in the cell adds it |
 | not needed | the release includes the change itself |
 | not in this release | the release lacks the code that the feature changes |
 | not supported | the release is newer than those that the feature supports |
 | fails | a target is missing or takes other parameters, or a test failed |
-| not recorded | a target was not read in this release |
+| not recorded | the release's sources were not searched for one of the targets |
 """
 _TORCH = (
     "\n## Releases of torch\n\n"
-    "Everything above was run with the torch that is named there. The package allows "
-    f"`torch{TORCH_TRIED}`: from the oldest to the newest release that its quick tests were run on, with "
-    "megatron-core 0.16.1 and Python 3.11 on CPUs. Outside of that it warns once.\n\n"
+    "Everything above was run with the torch releases named there. The package allows "
+    f"`torch{TORCH_TRIED}`: from the oldest to the newest release with which its quick tests were run, on "
+    "megatron-core 0.16.1 and Python 3.11 on CPUs. With other releases it logs one warning.\n\n"
     "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
     "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, most of `ops` | pass, with NumPy 2.2 for "
-    "Triton's interpreter, but for: what needs a later Triton (Gluon, `triton.knobs`); four tests of limits, "
-    "not looked into; a reduce-scatter whose sizes do not fit, where gloo ends the process "
-    "instead of raising; one test of process groups that did not end in time. FSDP2 is refused below 2.10, "
+    "Triton's interpreter, except for: tests that need a later Triton (Gluon, `triton.knobs`); four tests of "
+    "limits, not investigated; a reduce-scatter of mismatched sizes, where gloo ends the process instead of "
+    "raising; one test of process groups that did not end in time. FSDP2 is refused below 2.10, "
     "compile-regions below 2.13 |\n"
     "| 2.13.0 | 3.4.0, 3.5.1, 3.6.0 | Triton's kernels: interpreted, and compiled for 8.0 and 9.0 | "
     "pass, with NumPy 2.2 for the interpreter; all operators with 3.4.0, attention with the others |\n"
     "| 2.13.0 | 3.9.0 | everything | pass; the release that this repository is developed with |\n"
     "| 2.14.1 | 3.8.0 | `patches`, `ops`, `parallel`, CPU platform, FSDP2, compile-regions | pass |\n"
     "| 2.15.0 | 3.9.0 | `patches`, `ops`, `parallel`, CPU platform, compile-regions | pass; not allowed "
-    "yet: no Megatron-core up to 0.19.2 reads its own `torch_dist` checkpoints there (`empty() got an "
-    "unexpected keyword argument 'strides'`), and FSDP2's private classes have other names |\n\n"
+    "yet, because Megatron-core up to 0.19.2 cannot read its own `torch_dist` checkpoints there (`empty() "
+    "got an unexpected keyword argument 'strides'`), and FSDP2's private classes were renamed |\n\n"
     "2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for "
-    "the CUDA libraries. 2.6 is below the bound: its Inductor works with Triton 3.2 alone, and the kernels "
-    "here need 3.3, on GPUs 3.4. Private names of torch are in [one list](torch-privates.md).\n"
+    "the CUDA libraries. torch 2.6 is not supported: its Inductor works only with Triton 3.2, and the "
+    "kernels here need 3.3, on GPUs 3.4. "
+    "The package's use of torch's private names is [listed](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
 _LACKING = ("not in this release", "not supported", "fails", "not recorded")
@@ -177,7 +180,7 @@ def _main_note(records: Records) -> str:
     main = records.main
     return (
         f"The last column is Megatron-LM's branch `main` at commit `{main.commit[:12]}` of {main.date}, "
-        f"which declares {main.version}; that release may differ from it.\n\n"
+        f"whose version is {main.version}; the release of that version may differ from it.\n\n"
     )
 
 
