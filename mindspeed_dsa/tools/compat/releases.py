@@ -180,7 +180,7 @@ def _main_note(records: Records) -> str:
     main = records.main
     return (
         f"The last column is Megatron-LM's branch `main` at commit `{main.commit[:12]}` of {main.date}, "
-        f"whose version is {main.version}; the release of that version may differ from it.\n\n"
+        f"which declares {main.version} as its version; that release may differ from this commit.\n\n"
     )
 
 
