@@ -138,12 +138,14 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def takes_every_call(*facts: Any) -> None:
-    """Return None: the plan function of a backend whose only limits are those in ``unsupported(shape)``."""
+    """Return None, to accept any call: plan function of backends limited only by ``unsupported(shape)``."""
 
 
 @cache
 def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
-    """Return the backend for calls of this shape class; ``protocol.py`` of the operator has its type.
+    """Return the backend for calls of this shape class.
+
+    The result has the protocol type that the operator's ``protocol.py`` declares.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
@@ -281,10 +283,10 @@ def calls() -> Counter[tuple[str, str]]:
 
 @contextmanager
 def spent(operator: str, place: torch.device) -> Iterator[None]:
-    """Add the block's wall time to the operator's total, if it runs on a CPU.
+    """If ``place`` is a CPU, add the wall time of the block to the operator's total, see :func:`seconds`.
 
-    Accelerators work asynchronously, so their time is not measured. Both passes count, but for backends
-    without their own backward only the forward does.
+    Accelerators work asynchronously, so their time is not measured. Callers measure forward and backward, but
+    only the forward of backends that autograd differentiates.
     """
     start = time.perf_counter()
     try:

@@ -156,8 +156,8 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
 def check_finite(operator: str, **tensors: Tensor) -> None:
     """Check that the indexer's operands are finite; does nothing unless debug checks are on.
 
-    The results do not reveal NaN: a key whose score is NaN is not selected by any query that sees enough
-    other keys.
+    Without this check NaN may go unnoticed: a key with a NaN score is not selected by queries that see enough
+    other keys, so the results have no NaN.
 
     Args:
         operator: operator's name in the error.

@@ -34,7 +34,7 @@ def row_chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Ite
     Args:
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]``.
-        scratch_per_entry: numbers that the caller allocates per selected entry; they count toward the budget.
+        scratch_per_entry: count of numbers that the caller allocates per selected entry, part of the budget.
     """
     batch, length, topk = topk_indices.shape
     dim, dtype = key.shape[2], wide(key.dtype)

@@ -221,7 +221,7 @@ def visible_ranges(
         starts: ``[query_length]`` or ``[batch, query_length]``, first visible key of each row, or None for 0.
         ends: one past the last visible key, with the shape of ``starts``, or None for causal rows.
         device: device of the result.
-        form: host's description of the ranges, which replaces ``starts`` and ``ends`` if neither is given.
+        form: host-side description of the ranges, used if neither ``starts`` nor ``ends`` is given.
             With debug checks on, ``starts`` and ``ends`` are read and compared with it.
 
     Returns:

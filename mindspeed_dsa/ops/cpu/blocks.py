@@ -109,7 +109,7 @@ def over_blocks(
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside
             ``[0, key_length)`` name no key.
-        scratch_per_entry: numbers that ``work`` allocates per selected entry of a block.
+        scratch_per_entry: count of numbers that ``work`` allocates per selected entry of a block.
         work: function that takes its blocks in order. A block's width is the smallest that holds its valid
             entries, rounded up, so that rows with few visible keys cost little.
 

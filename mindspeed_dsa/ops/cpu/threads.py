@@ -53,11 +53,12 @@ def share_out(
 
     Args:
         items: items to process, any number.
-        work: function of a share, called without gradients, in worker threads if there are several shares.
+        work: function that takes a share, a sequence of items. It is called without gradients, and in worker
+            threads if there are several shares.
         workers: number of shares if there are enough items; by default :func:`worker_count`.
 
     Returns:
-        The result for each share, in order; at least one, for a possibly empty share.
+        Results of ``work``, one per share, in order. Without items there is one empty share.
     """
     shares = max(min(workers or worker_count(), len(items)), 1)
     if shares == 1:

@@ -198,7 +198,7 @@ class Cpu(DenseAttention):
 
 
 def _cpu_operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the operands as ``[batch, heads, length, size]``, with equal heads and sizes."""
+    """Return operands ``[batch, heads, length, size]``: heads repeated and sizes padded to be equal."""
     heads, size = query.shape[2], max(query.shape[3], value.shape[3])
     states = _padded(size, query, _repeated(key, heads), _repeated(value, heads))
     return tuple(one.transpose(1, 2) for one in states)  # [batch, heads, length, size]

@@ -92,8 +92,8 @@ def indexer_kl_loss(
         topk_scores: index scores at ``topk_indices``, differentiable, as the indexer returned them; saves
             their recomputation. The gradient then flows through them. With a backend that has one operator
             for the whole loss (npu), it goes to the indexer's inputs instead.
-        attention_sum: ``[batch, query_length, topk]`` from the attention; saves the computation of the
-            target.
+        attention_sum: ``[batch, query_length, topk]`` attention probabilities summed over this rank's heads,
+            as the attention returned them. With it they are not computed again.
         row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
         reduction: ``"mean"`` or ``"sum"`` over the queries that count.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
@@ -101,7 +101,8 @@ def indexer_kl_loss(
         query_rope: rotary part of the query, see
             :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
         key_rope: rotary part of the key, only together with ``query_rope``.
-        form: visibility of the rows, if every query lists all its visible keys up to ``topk``; see
+        form: host-side description of each query's visible keys. Valid only if every query lists all its
+            visible keys up to ``topk``; see
             :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             a form; see :meth:`.RowForm.of_cu_seqlens`.
@@ -165,7 +166,7 @@ def indexer_kl_loss(
 
 
 def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
-    """Return a view with the shape and dtype of the concatenation; for shape checks only."""
+    """Return a stand-in for ``latent`` and ``rope`` concatenated, valid for checks of shape and dtype."""
     rows = tuple(latent.shape[:-1])
     check_shape(OPERATOR, name, rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
     return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])  # [..., dim + rope], a view
@@ -251,7 +252,7 @@ def divergence_and_score_gradient(
 def _closed_form(
     topk_scores: Tensor, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """Return the function for the closed form: the Triton kernel on a GPU, otherwise PyTorch's."""
+    """Return the function for divergence and gradient in closed form: Triton's on a GPU, else PyTorch's."""
     if backend == "triton" or (backend == "auto" and topk_scores.is_cuda):
         # The kernel is one launch, where PyTorch needs about 20 per block.
         # The call only has entries, so no number of heads or dimensions can exceed a limit.
@@ -303,8 +304,8 @@ def dense_indexer_kl_loss(
         tp_group: tensor-parallel process group whose ranks hold the other heads, the same number on each
             rank.
         use_relu: whether the indexer clamps the product of each head at zero.
-        form: host's description of ``starts`` and ``ends``, or a replacement for both. With it npu need not
-            read them from the device.
+        form: host-side description of the visible ranges, given with ``starts`` and ``ends`` or instead of
+            them. With it, the npu backend need not read the ranges from the device.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.

@@ -187,7 +187,7 @@ def check_inputs(
 def check_supplied(
     topk_indices: Tensor, heads: int, per_head: Tensor | None, **per_entry: Tensor | None
 ) -> None:
-    """Check optional inputs from attention and indexer: ``lse``, and tensors with one number per entry."""
+    """Check ``lse`` (``per_head``), and tensors with one number per entry of ``topk_indices``, if given."""
     batch, query_length, topk = topk_indices.shape
     shapes = [("lse", per_head, (batch, query_length, heads))]
     shapes += [(name, tensor, (batch, query_length, topk)) for name, tensor in per_entry.items()]
@@ -238,7 +238,7 @@ def shape_of_entries(topk_scores: Tensor) -> ShapeClass:
 
 
 def over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce the attention sum over tensor-parallel ranks, out of place."""
+    """Sum ``attention_sum``, probabilities summed over one rank's heads, over ranks; return a new tensor."""
     attention_sum = attention_sum.detach()
     if tp_group is not None:
         attention_sum = attention_sum.clone()

@@ -31,8 +31,9 @@ def divergence_kernel(
 ):
     """Compute a row's weighted divergence and its gradient with respect to the scores; one program per row.
 
-    The row's entries are those where ``valid``, or with ``RANGES`` the entries ``begins[row] .. ends[row]``.
-    Nothing outside the range is read or written. ``gradient`` may be the same memory as ``attention_sum``.
+    The divergence is over the entries where ``valid`` is True. With ``RANGES`` it is over the entries
+    ``begins[row] .. ends[row]`` instead, and nothing outside this range is read or written. ``gradient`` may
+    be the same memory as ``attention_sum``.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = 0
@@ -82,9 +83,10 @@ def divergence_kernel(
 def add_piece(
     scores, query, key, is_row, inside, piece, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Add dot products of queries and keys over the columns of one piece to scores, ``[M, N]``.
+    """Add partial dot products of queries and keys to ``scores``, ``[M, N]``, and return the sums.
 
-    ``query`` and ``key`` are pointers to the starts of the rows, ``[M]``, and of the keys, ``[N]``.
+    The products cover the ``BLOCK_D`` columns from ``piece * BLOCK_D`` on. ``query`` and ``key`` are pointers
+    to the starts of the query rows, ``[M]``, and of the keys, ``[N]``.
     """
     column = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     row_mask, key_mask = is_row[:, None], inside[:, None]

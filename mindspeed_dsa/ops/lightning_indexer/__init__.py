@@ -84,11 +84,11 @@ def lightning_indexer(
         ends: one past the last visible key, with the shape of ``starts``; default ``t + 1``, which requires
             as many queries as keys.
         use_relu: whether the product of each head is clamped at zero.
-        key_receiver: tensor shaped like ``key`` in a wider dtype, never read. It gets the gradient of ``key``
-            in its place, which is then not rounded to the dtype of ``key``. It is ignored by backends that
-            autograd differentiates.
-        form: host's description of ``starts`` and ``ends``, or a replacement for both. With it npu need not
-            read them from the device.
+        key_receiver: tensor shaped like ``key`` in a wider dtype, never read. Backward gives the gradient of
+            ``key`` to this tensor instead of ``key``, so that it is not rounded to the dtype of ``key``.
+            Backends that autograd differentiates ignore this argument.
+        form: host-side description of the visible ranges, given with ``starts`` and ``ends`` or instead of
+            them. With it, the npu backend need not read the ranges from the device.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
         in_order: whether each query's keys must be ascending. Otherwise they may be in any order, with -1

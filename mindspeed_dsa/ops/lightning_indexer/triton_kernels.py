@@ -198,10 +198,10 @@ def score_gradients_kernel(
     BLOCK_P: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute the gradients of a row's query and weights, and the row's share of its keys' gradients.
+    """Compute the gradients of a row's query and weights, and add the row's terms to its keys' gradients.
 
-    One program per row. To save registers, ``BLOCK_P`` columns of a share are computed at a time; all of
-    them, if ``DIM`` does not fill its block.
+    One program per row. To save registers, the terms for the keys are computed ``BLOCK_P`` columns at a time;
+    all columns at once, if ``DIM`` does not fill its block.
 
     With ``GATHERED`` the keys are the entries ``0 .. ends[row]`` of ``indices``, otherwise the positions
     ``begins[row] .. ends[row]``. ``grad_scores`` is ``[rows of the chunk, width]``. ``KEY_GRADIENT`` is

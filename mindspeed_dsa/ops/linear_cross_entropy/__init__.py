@@ -33,7 +33,7 @@ GradientTime = Literal["forward", "backward"]
 
 
 class TokenLosses(NamedTuple):
-    """Results per token."""
+    """Loss of each token, and its largest logit with index."""
 
     loss: Tensor
     """``[tokens]`` fp32 (fp64 for fp64), differentiable."""
@@ -206,7 +206,7 @@ def _finish(
 
 
 def _deliver(gradient: Tensor, weight: Tensor, accumulator: Accumulator | None) -> Tensor | None:
-    """Return the weight gradient for autograd, or add it to the accumulator's buffer instead."""
+    """Add the weight gradient to the accumulator, if any; return the gradient that autograd gets."""
     if accumulator is None:
         return gradient.to(weight.dtype)
     accumulator.target().add_(gradient)

@@ -134,7 +134,7 @@ def weighted_gather_kernel(
 
 @triton.jit
 def scatter_probs_kernel(by_row, tokens, experts, dense, row_count, expert_count, BLOCK: tl.constexpr):
-    """Write ``dense[tokens[r], experts[r]] = by_row[r]``; each place has at most one row."""
+    """Write ``dense[tokens[r], experts[r]] = by_row[r]``; each (token, expert) has at most one row."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < row_count
     token = tl.load(tokens + row, mask=inside, other=-1).to(tl.int64)

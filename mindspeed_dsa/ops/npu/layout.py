@@ -153,9 +153,9 @@ def layout_of_selection(
         operator: operator's name in an error.
         topk_indices: ``[batch, query_length, topk]``, valid entries first.
         key_length: number of keys.
-        form: visibility of the rows, if every row lists all its visible keys up to ``topk``. With debug
-            checks on, the indices are read and compared with it. None: the layout is derived by
-            :func:`layout_of_indices`, which reads the indices.
+        form: host-side description of each row's visible keys. Valid only if every row lists all its visible
+            keys up to ``topk``; with debug checks on, the indices are compared with it. None: the layout is
+            derived by :func:`layout_of_indices`, which reads the indices.
 
     Raises:
         ValueError: the form does not match the rows.

@@ -74,7 +74,8 @@ def quantised_indexer(
         starts: first visible key, as in :func:`lightning_indexer`.
         ends: one past the last visible key, as in :func:`lightning_indexer`.
         use_relu: whether the product of each head is clamped at zero.
-        form: host's description of ``starts`` and ``ends``, or a replacement for both.
+        form: host-side description of the visible ranges, given with ``starts`` and ``ends`` or instead of
+            them.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.

@@ -99,13 +99,14 @@ def sparse_flash_attention(
             concatenate them.
         key_rope: rotary part of the key, ``[batch, key_length, rope]``, if it is a separate tensor too;
             ``key_value`` is then the part before it, ``[batch, key_length, value_dim]``.
-        key_receiver: tensor shaped like ``key_value`` in a wider dtype, never read. It gets the gradient of
-            ``key_value`` in its place, which is then not rounded to the dtype of ``key_value``. It is ignored
-            by backends that autograd differentiates, and by backends that concatenate ``key_rope`` with the
-            key.
+        key_receiver: tensor shaped like ``key_value`` in a wider dtype, never read. Backward gives the
+            gradient of ``key_value`` to this tensor instead of ``key_value``, so that it is not rounded to
+            the dtype of ``key_value``. Backends that autograd differentiates ignore this argument, and so do
+            backends that concatenate ``key_rope`` with the key.
         key_rope_receiver: tensor with the same role for ``key_rope``.
-        form: visibility of the rows, if every row lists all its visible keys up to ``topk``, as the indexer's
-            selections do. With it, npu need not read the indices from the device.
+        form: host-side description of each query's visible keys. Valid only if every query lists all its
+            visible keys up to ``topk``, as selections by the indexer do. With it, the npu backend need not
+            read the indices from the device.
         cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
             a form; see :meth:`.RowForm.of_cu_seqlens`.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -253,10 +254,11 @@ class _Attention(torch.autograd.Function):
 
 
 class _SumReceiver(torch.autograd.Function):
-    """Node on ``topk_scores`` whose backward receives the attention sum and calls ``score_gradient``.
+    """Autograd node of ``topk_scores``: its backward calls ``score_gradient`` with the attention sum.
 
-    The attention returns its sum over heads as the "gradient" of this node's output. It is a separate node so
-    that autograd skips it in backwards that do not need the gradient of the scores.
+    The attention sum is the probabilities summed over heads. The attention's backward returns it as the
+    "gradient" of this node's output. Because the node is separate, autograd skips it in backward passes that
+    do not need the gradient of the scores.
     """
 
     @staticmethod
@@ -277,7 +279,11 @@ class _SumReceiver(torch.autograd.Function):
 
 
 class _SendSum(torch.autograd.Function):
-    """Send the forward's attention sum to :class:`_SumReceiver`, for backends without their own backward."""
+    """Identity on ``out`` whose backward passes the attention sum to :class:`_SumReceiver`.
+
+    The attention sum is the probabilities that the forward summed over heads. Used for backends that autograd
+    differentiates.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, receiver: Tensor, attention_sum: Tensor) -> Tensor:

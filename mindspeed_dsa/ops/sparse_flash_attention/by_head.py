@@ -121,8 +121,9 @@ def sparse_attention_by_head(
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        The output, ``[batch, query_length, heads, value_dim]``, and the sum, ``[batch, query_length, topk]``
-        in fp32 and not differentiable, or None. Both are zero for queries without a key.
+        The output, ``[batch, query_length, heads, value_dim]``; and the probabilities summed over heads,
+        ``[batch, query_length, topk]`` in fp32 and not differentiable, or None if not requested. Both are
+        zero for queries without a key.
 
     Raises:
         ValueError: a shape or dtype does not fit.

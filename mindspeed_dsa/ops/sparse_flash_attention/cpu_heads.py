@@ -236,7 +236,7 @@ class _Chunk:
 
 
 class _Plan(NamedTuple):
-    """Chunks of a call, and how its work is divided."""
+    """Chunks of a call, and the division of its work into products and threads."""
 
     chunks: list[_Chunk]
     sequences: int

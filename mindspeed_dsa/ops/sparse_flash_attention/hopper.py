@@ -157,9 +157,9 @@ def gradients_of_keys(
 def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
     """Return whether :func:`gradients_of_rows` supports these operands.
 
-    With at most 32 heads, most of a program's 64 head slots would be empty, while the number of atomic
-    additions stays the same. With at most 128 heads, at most two programs add to the sum over heads, and the
-    order of two terms does not change a sum.
+    They must have 33 to 128 heads. With fewer, at least half of a program's 64 head slots would be empty, but
+    the number of atomic additions stays the same. With up to 128, at most two programs add to each sum of
+    probabilities over heads, so the order of the atomic additions does not change it.
     """
     return (
         _HEADS // 2 < query.shape[2] <= _SUMMED_HEADS

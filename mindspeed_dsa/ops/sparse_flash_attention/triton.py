@@ -93,7 +93,10 @@ def rehearse(
     keys: int = REHEARSED_KEYS,
     sums: tuple[bool, ...] = (True, False),
 ) -> None:
-    """Run forward and backward on meta tensors, with and without the sum, to compile the kernels."""
+    """Run forward and backward on meta tensors, to compile the kernels.
+
+    ``sums`` has the values of ``with_sum`` for which the backward runs.
+    """
     heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
     query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
     indices = meta(1, rows, shape["topk"], dtype=torch.int32)
@@ -104,7 +107,10 @@ def rehearse(
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three fields of :class:`SparseAttentionOutput`; the sum takes a second, cheaper kernel."""
+    """Return the three fields of :class:`SparseAttentionOutput`.
+
+    A second, cheaper kernel computes ``attention_sum``.
+    """
     query = call.query
     # [batch, rows, heads, value_dim]
     out = torch.empty(*query.shape[:3], call.value_dim, dtype=query.dtype, device=query.device)

@@ -62,7 +62,9 @@ def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
 def add_rows_by_key_kernel(
     total, tiles, order, bounds, first_entry, first_bound, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add each key's tiles in the order of ``order``, which makes the sum deterministic; one program per key.
+    """Add the tiles of each key's entries to the key's row of ``total``; one program per key.
+
+    The additions follow ``order``, so the sums are deterministic.
 
     ``tiles`` starts with entry number ``first_entry`` of ``order``, and the keys' bounds start at
     ``bounds[first_bound]``.
