@@ -164,7 +164,7 @@ class Calls:
         return place
 
     def end(self, place: int, returned: float, error: str) -> None:
-        """Write the end of the call at an offset."""
+        """Write the end time and error of the call whose record is at offset ``place`` of the file."""
         # The end is the last 8 of the slot's first 24 bytes: number, start, end.
         os.pwrite(self._file, struct.pack("<d", returned), place + _TIMES.size - 8)
         if error:

@@ -156,8 +156,8 @@ def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Recor
         required: keys that must be numbers in every record, in addition to ``step``.
 
     Returns:
-        Kept records, and a warning if more than an unfinished last line is broken. In that case the original
-        file is kept as ``NAME.damaged``.
+        Records that were kept; and a warning, empty if at most the last line was broken (unfinished). With a
+        warning, the original file is kept as ``NAME.damaged``.
     """
     if not path.exists():
         return [], ""

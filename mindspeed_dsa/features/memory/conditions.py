@@ -42,7 +42,7 @@ def is_given(option: str) -> Callable[[Any], bool]:
 
 
 def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
-    """Return a predicate: ``rule`` is true, and ``feature``, which must be resolved earlier, is off."""
+    """Return a predicate on settings: ``rule`` holds, and ``feature``, which is resolved earlier, is off."""
     return lambda settings: rule(settings) and feature not in settings.features_on
 
 

@@ -66,7 +66,7 @@ def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def pass_over_non_persistent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_get_non_persistent_iteration`` to return -1 (none) if no such checkpoint is complete."""
+    """Decorate ``_get_non_persistent_iteration`` to return -1 if no non-persistent checkpoint is complete."""
 
     def _get_non_persistent_iteration(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -95,7 +95,8 @@ def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice
     """Choose a checkpoint on the first rank for all ranks, or on each rank before process groups exist.
 
     Raises:
-        RunError: on all ranks, if no checkpoint is complete, or the one of ``step`` is not.
+        RunError: no checkpoint is complete, or the checkpoint of iteration ``step`` is incomplete. All ranks
+            raise it.
     """
     choices = context.state(Work).choices
     outcome: list[Choice | Exception | None] = [choices.get((folder, step))]

@@ -137,7 +137,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
-    """Return Megatron's ``AsyncRequest`` extended to write the manifest at its end."""
+    """Return Megatron's ``AsyncRequest``, extended to write the manifest when the save is finalized."""
     request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
@@ -150,7 +150,7 @@ class EndsWithJob:
 
     Attributes:
         write: Megatron's function; it must be picklable, like this object.
-        process: process id of the job.
+        process: id of the training process that starts the writer process.
     """
 
     write: Callable[..., Any]

@@ -55,7 +55,9 @@ def latents(query_rows: Tensor, key_rows: Tensor, down: Down, sizes: Sizes) -> L
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to ``[tokens, heads, rotary]``: interleaved pairs in, two halves out.
+    """Apply rotary embedding to ``[tokens, heads, rotary]``, and reorder the rotated dimensions.
+
+    The input has each pair at adjacent positions. The output has all first coordinates, then all second ones.
 
     Args:
         states: projected query or key.
@@ -156,7 +158,8 @@ def whole_absorbed(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Compute :func:`latents` and :func:`absorbed` from ``[tokens, hidden]``; return outputs and latents.
 
-    ``key_norm`` is the norm fused into the key's up-projection, which is not called in this form.
+    ``key_norm`` is the norm that Megatron fuses into the key's up-projection layer. The absorbed form does
+    not call this layer, so the norm is applied here.
     """
     query, latent, rotary_key = latents(rows, rows, down, sizes)
     source = rows if query is None else query

@@ -141,7 +141,7 @@ class _Layer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one graph can contain the whole prolog."""
+        """Return whether one graph can contain the complete prolog."""
         downs = self.down.key is not None and (self.query_down is None or self.down.query is not None)
         recomputed = getattr(self.module, "recompute_up_proj", False)
         return downs and None not in self.up and not recomputed

@@ -1,8 +1,11 @@
 """FSDP2 checkpoints with the same keys and shapes as without FSDP2.
 
-FSDP2's optimizers can also read and write ``fully_reshardable``, a format of the distributed optimizer. In
-that format master weights have another key, and float32 weights, which are their own master weights, are
-stored a second time under it. The step count is in the param groups, and not next to the moments.
+FSDP2's optimizers can also read and write ``fully_reshardable``, a format of the distributed optimizer. It
+differs from FSDP2's own format in three points:
+
+* The keys of master weights begin with ``optimizer.state.param.``.
+* Float32 weights, which are their own master weights, are saved a second time with a key of this form.
+* The step count is stored in the param groups instead of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(whole: Any, cut: Cut) -> Any:
-    """Return the ``ShardedTensor`` of an FSDP2 shard, from ``whole``, which ignores FSDP2's sharding."""
+    """Build the ``ShardedTensor`` of one FSDP2 shard from ``whole``, which was built as if unsharded."""
     axis = cut.dim + whole.prepend_axis_num
     rows = whole.local_shape[cut.dim]
 
@@ -84,7 +87,7 @@ def _marked(placed: Any, cut: Cut) -> Any:
 
 
 def _gate_or_up(placed: Any, cut: Cut) -> Any:
-    """Return the ``ShardedTensor`` of a row shard that is all gate or all up (the shard count is even)."""
+    """Build the ``ShardedTensor`` of a shard that has only gate rows or only up rows (even shard count)."""
     axis, rows, half = placed.prepend_axis_num, placed.local_shape[0], cut.pieces // 2
     # Pieces 0 to half - 1 of a tensor parallel rank are gate, the others are up.
     tensor_rank = placed.global_offset[axis] // rows // cut.pieces
@@ -131,7 +134,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_state_dict`` of optimizers to turn loaded tensors into shards."""
+    """Decorate ``load_state_dict`` of optimizers to wrap loaded local shards as ``DTensor`` objects."""
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         inner = with_common_step(self.optimizer, state_dict.get("optimizer", state_dict))
@@ -222,7 +225,7 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
 
 
 def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
-    """Share the step count with all ranks: rank 0 saves it, but may have no experts and hence no count."""
+    """Copy the step count to all ranks: rank 0 saves it, but may have no experts and so no step count."""
     if not _counts_beside_moments(optimizer):
         return
     counts: list[Any] = [None] * dist.get_world_size()
@@ -243,7 +246,7 @@ def _check(format_: str) -> None:
 
 
 def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -> dict[int, Any]:
-    """Return a dict from parameter index to a ``ShardedTensor`` with the master weight's key."""
+    """Return a dict from parameter index to the weight's ``ShardedTensor``, with a master weight's key."""
     checkpoints = megatron("core.dist_checkpointing.optimizer")
     places = checkpoints.get_param_id_to_sharded_param_map(
         model_sharded_state_dict, optimizer.get_parameters()

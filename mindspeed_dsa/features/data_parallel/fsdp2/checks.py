@@ -44,7 +44,7 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 
 
 def require_names(owner: Any, names: Iterable[str]) -> None:
-    """Check that the attributes that we set exist in torch's class; torch would ignore a wrong name.
+    """Check that ``owner``, an object or class of torch, has the attributes that this feature sets.
 
     Raises:
         SettingsError: an attribute neither exists on the object nor is declared by its class.

@@ -35,7 +35,9 @@ class Placements:
     experts: dict[nn.Parameter, DeviceMesh] = field(default_factory=dict)
 
     def counts(self, parameter: nn.Parameter, dense: DeviceMesh) -> bool:
-        """Return whether this rank includes an unsharded parameter in gradient norms, as one rank should.
+        """Return whether this rank adds the gradient of an unsharded parameter to the gradient norm.
+
+        If the norm is summed over shard ranks, exactly one of them adds it.
 
         Args:
             parameter: parameter that is not sharded.
@@ -128,10 +130,11 @@ def _dimension(parameter: nn.Parameter, pieces: int, gated: bool) -> int | None:
 
 
 def _expert_mesh(dense: DeviceMesh, context: Context[Options]) -> DeviceMesh | None:
-    """Return the mesh of ranks with the same experts; ``None`` if each copy belongs to one rank.
+    """Return the mesh over which experts are sharded; ``None`` if it would have only one rank.
 
-    With ``--fsdp2-sharding-size``, a copy of the dense weights is sharded over neighbouring ranks with fast
-    links. Experts are then sharded over the ranks within such a group that have the same experts.
+    By default it has all ranks with the same experts. With ``--fsdp2-sharding-size``, groups of neighbouring
+    ranks with fast links share one copy of the dense weights. The mesh then has only the ranks of this rank's
+    group that have the same experts.
     """
     group = context.megatron("core.parallel_state").get_expert_data_parallel_group()
     size = group.size()

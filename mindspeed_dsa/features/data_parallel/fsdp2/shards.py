@@ -231,7 +231,7 @@ _graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's pr
 
 
 class _InForward(list[Any]):
-    """Units to prefetch in forward; empty during activation recompute, whose next units have run already."""
+    """Units to prefetch in forward; iterates as empty while backward recomputes the forward."""
 
     def __iter__(self) -> Iterator[Any]:
         # A graph task id other than -1: this forward is a recomputation inside a backward.
@@ -248,7 +248,8 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
         units: ``FSDPModule`` objects in the order of a forward pass.
         ahead: number of units to prefetch; with 0 every unit gathers its own weights when it runs.
         root: ``FSDPModule`` around the units, which runs first in both directions.
-        asynchronous: whether to issue gathers as asynchronous works; without streams only these overlap.
+        asynchronous: whether all-gathers use ``async_op=True``, the only way to overlap them with computation
+            on platforms without streams.
     """
     units = list(units)
     for number, unit in enumerate(units):
@@ -266,7 +267,7 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
 
 
 def _set_backward_prefetch(unit: Any, others: Sequence[Any]) -> None:
-    """Set the units to prefetch in backward; without any, set the unit itself."""
+    """Set ``others`` as the units that ``unit`` prefetches in backward; if empty, set ``unit`` itself."""
     # With an empty list FSDP2 would prefetch by the last order of execution, which in a pipeline belongs to
     # another microbatch. A unit in backward has its weights already, so prefetching itself does nothing.
     unit.set_modules_to_backward_prefetch(list(others) or [unit])

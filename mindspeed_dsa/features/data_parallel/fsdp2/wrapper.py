@@ -258,7 +258,7 @@ def gradient_in_place(tensor_to_shard: Tensor, reference_tensor: Any) -> Any:
 
 
 def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``_collect_main_grad_data_for_unscaling``: if any gradient is a ``DTensor``, convert all."""
+    """Decorate ``_collect_main_grad_data_for_unscaling`` to return ``DTensor`` for all gradients, or none."""
     # One fused operator works on all gradients. torch looks at the first one to decide whether ranks exchange
     # the flag for infinities, so shards come first.
 

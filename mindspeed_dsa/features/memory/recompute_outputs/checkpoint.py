@@ -53,7 +53,7 @@ class RandomStates:
         self._states = self._random._get_all_rng_states()
 
     def are_current(self) -> bool:
-        """Return whether certainly no random number was drawn since the snapshot."""
+        """Return whether the generators still have the snapshot's states: no random number was drawn."""
         return _equal(self._states, self._random._get_all_rng_states())
 
     @contextlib.contextmanager

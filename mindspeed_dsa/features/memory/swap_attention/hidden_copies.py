@@ -194,7 +194,7 @@ class OfLayer:
         self.nbytes = max(sizes, key=sum, default=[])
 
     def stays(self) -> int:
-        """Return the bytes kept on the device because of :attr:`limit`, for the maximum of open passes."""
+        """Return the bytes that :attr:`limit` keeps on the device while ``most`` passes are open."""
         return self.most * sum(self.nbytes[self.limit :]) if self.limit is not None else 0
 
 
@@ -213,14 +213,18 @@ class Choice(pipeline_steps.Follower):
         self._step = 0
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count steps, and decide after the measured step."""
+        """Count a training step that begins; after the measured step, set the limit of every layer."""
         self._step += 1
         if self._measures and self._step == _MEASURED_STEP + 1:
             self._decide()
         return False
 
     def starts(self, layer: Any, layer_pass: Any) -> tuple[int | None, Clock | None]:
-        """Register a pass; return the number of storages it may swap, and its clock (measured step only)."""
+        """Register a forward of ``layer``.
+
+        Returns:
+            Number of storages that it may swap (``None``: no limit), and a clock in the measured step.
+        """
         if not self._measures:
             return None, None
         record = self._layers.setdefault(layer, OfLayer(f"layer {layer.layer_number}"))

@@ -243,7 +243,7 @@ def without_master(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_before_gradients(original: _Function) -> _Function:
-    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync`` to load the first chunks during backward."""
+    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync`` to start loading optimizer state in backward."""
 
     # The first call of a step is in the last microbatch's backward, once a bucket has all its gradients.
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:

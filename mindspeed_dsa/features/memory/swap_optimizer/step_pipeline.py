@@ -371,7 +371,7 @@ class _View:
 
 
 def _part(piece: Piece, rows: Tensor) -> Tensor:
-    """Return the weights to update: loaded master weights, or the model's own weights."""
+    """Return the piece's weights to update: master weights loaded in ``rows``, or the model's weights."""
     if piece.parameter.weights is None:
         return piece.parameter.piece.detach().view(-1)[piece.start : piece.end]
     return rows[0, piece.column : piece.column + piece.end - piece.start]
@@ -394,7 +394,7 @@ def _without_moments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors among the values."""
+    """Return a copy of the dict with cloned tensors."""
     # Adam increments counters in place. A parameter in several chunks must count one step, so every chunk
     # starts from a copy of the old counter.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
@@ -405,7 +405,7 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _assign(old: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Copy the step counter; nothing else in a state or param group changes in a step."""
+    """Copy the step counter from ``new`` to ``old``; a step changes no other entry of these dicts."""
     if isinstance(old.get("step"), Tensor):
         old["step"].copy_(new["step"])
     elif "step" in new:

@@ -38,7 +38,9 @@ FUSED_OPERATORS = Flag(
 
 
 def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
-    """Return a predicate: an operator's switch is set, or ``--fused-operators`` has its name or ``all``.
+    """Return a predicate on settings that tells whether a fused operator is requested.
+
+    It is true if the operator's own switch is set, or if ``--fused-operators`` has its name or ``all``.
 
     Args:
         operator: one of :data:`OPERATORS`.
@@ -53,7 +55,10 @@ def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
 
 
 def fills_by_mask(settings: Any) -> bool:
-    """Return whether mask-arithmetic is on: listed by name or ``all``, or on NPUs without ``none``."""
+    """Return whether mask-arithmetic is on.
+
+    It is on if ``--fused-operators`` has its name or ``all``, and on NPUs also unless the flag is ``none``.
+    """
     if selects("mask-arithmetic")(settings):
         return True
     return settings.platform == "npu" and "none" not in (getattr(settings, FUSED_OPERATORS.dest, None) or ())
@@ -183,7 +188,7 @@ _ROTARY = ("rope", "yarn", "mrope")
 def take_the_place_of_megatrons(args: Any) -> Sequence[str]:
     """Switch off Megatron's ``apply_rope_fusion``; used as ``Feature.rewrite``.
 
-    Its default is true, so this does not contradict a flag of the job.
+    It is true by default, so no flag of the job is overridden.
     """
     if not getattr(args, "apply_rope_fusion", False):
         return ()

@@ -99,7 +99,7 @@ def build_fused_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fuse_in_linear_layers(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``: use the fused norm inside of linear layers with a norm."""
+    """Decorate ``TransformerLayer.__init__``: in linear layers that include a norm, compute it fused."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -207,7 +207,7 @@ def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MLP.forward``: switch on Megatron's fusion, so that it calls the two patched functions."""
+    """Decorate ``MLP.forward`` to set ``bias_activation_fusion``, so that it calls the patched SwiGLU."""
 
     def forward(
         self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any

@@ -78,9 +78,9 @@ class _Head:
     def losses(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor, scale: float
     ) -> tuple[Tensor, TokenLosses]:
-        """Return the loss of each token, and the other results of the chunked loss.
+        """Return the losses ``[batch, sequence]``, and the :class:`TokenLosses` with the largest logits.
 
-        Runs as the layer's forward, so that FSDP's hooks gather its weight.
+        The loss is computed inside a call of the layer, so that FSDP's hooks gather the layer's weight.
 
         Args:
             hidden: hidden states ``[sequence, batch, hidden]``; this rank's part under sequence parallelism.
@@ -195,7 +195,7 @@ class PostponedLogits:
         return sizes if dim is None else sizes[dim]
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
-        """Return ``Tensor.max``; over the last axis the loss has computed it already, without logits."""
+        """Return ``Tensor.max`` of the logits; over the last axis, use the result that the loss computed."""
         if self._tops is not None and (args, kwargs) in (((-1,), {}), ((), {"dim": -1})):
             return self._tops.top.view(self._rows), self._tops.top_index.view(self._rows)
         return self.whole().max(*args, **kwargs)

@@ -27,7 +27,8 @@ class Options:
     Attributes:
         streams: settings shared with other features.
         dsa: options of DSA's operators, which determine which code runs the indexer's projections.
-        overlaps_tp: whether linear layers overlap TP communication, with buffers for a single stream.
+        overlaps_tp: whether linear layers overlap tensor parallel communication. They then have communication
+            buffers that only one stream may use.
     """
 
     streams: Streams

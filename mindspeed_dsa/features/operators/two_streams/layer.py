@@ -99,7 +99,7 @@ def _over_ranks(indexer: Any, context: Context[Options]) -> Callable[[Tensor], T
 
 
 def take_projections(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the projection method of ``DSAIndexer`` to use projections from the second stream."""
+    """Decorate the projection method of ``DSAIndexer`` to reuse results computed on the second stream."""
 
     # In 0.16 the method also computes the scores.
     def project(self: Any, x: Tensor, qr: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -72,10 +72,11 @@ def shaped(rows: Tensor, like: Tensor, sequence: int) -> Tensor:
 
 
 class Column(torch.autograd.Function):
-    """``gathered(input) @ weight.T + bias``; input gradients are summed over ranks.
+    """Column parallel linear function: ``gathered(input) @ weight.T + bias``.
 
     ``input`` is ``[sequence / tp, batch, in]`` under sequence parallelism, else ``[sequence, batch, in]``.
-    ``weight`` is ``[out / tp, in]``, and the output is ``[sequence, batch, out / tp]``.
+    ``weight`` is ``[out / tp, in]``, and the output is ``[sequence, batch, out / tp]``. Backward sums the
+    input gradient over ranks.
     """
 
     @staticmethod
@@ -141,7 +142,9 @@ def column_backward(
 
 
 class Row(torch.autograd.Function):
-    """``input @ weight.T``, summed over ranks; under sequence parallelism each rank gets its own rows.
+    """Row parallel linear function: ``input @ weight.T``, all-reduced over ranks.
+
+    Under sequence parallelism, the product is reduce-scattered along the sequence instead.
 
     ``input`` is ``[sequence, batch, in / tp]`` and ``weight`` is ``[out, in / tp]``. The output is
     ``[sequence / tp, batch, out]`` under sequence parallelism, else ``[sequence, batch, out]``.
