@@ -23,6 +23,7 @@ from mindspeed_dsa.runs import metrics
 from tests.matrix.hugging_face import DEEPSEEK, DENSE, GLM, Model, loss_of_transformers
 from tests.matrix.record import Note
 from tests.matrix.test_pretrain_gpt import checkout, reported
+from tests.tools.weights import families
 
 transformers = pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20")
 pytestmark = [
@@ -42,7 +43,7 @@ and need the version of Transformer Engine to load.
 LENGTH, BATCH = 32, 4
 TRAINING = f"""
 --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --mock-data
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --mock-data
 --tokenizer-type NullTokenizer --seq-length {LENGTH} --micro-batch-size 1 --global-batch-size {BATCH}
 --train-iters 5 --lr 1e-3 --lr-decay-iters 50 --log-interval 1 --eval-interval 100 --eval-iters 1
 --distributed-timeout-minutes 5 --moe-token-dispatcher-type alltoall
@@ -54,11 +55,19 @@ CASES = {
     "EP2": (DEEPSEEK, "--expert-model-parallel-size 2 --use-fused-dsa"),
     "PP2": (GLM, "--pipeline-model-parallel-size 2 --use-fused-dsa"),
     "EP2, bf16": (DENSE, f"--expert-model-parallel-size 2 {BF16}"),
+    "TP2+SP, norms of heads": ("qwen3_moe", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2, tied": ("qwen2", "--pipeline-model-parallel-size 2"),
+    "EP2, softmax, grouped": ("mixtral", "--expert-model-parallel-size 2 --moe-grouped-gemm"),
+    "TP2+SP, scaled rotary embeddings": ("llama", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "EP2, gated shared expert": ("qwen2_moe", "--expert-model-parallel-size 2"),
 }
 
 
 def folder_of(kind: str, folder: Path) -> Path:
     """Write a model with random weights with transformers."""
+    if kind in families.MODELS:
+        families.write(kind, folder, vocab_size=VOCABULARY)
+        return folder
     torch.manual_seed(0)
     model = Model(kind, 4, *((2, 1) if kind == GLM else ())).theirs(
         vocab_size=VOCABULARY, num_nextn_predict_layers=0

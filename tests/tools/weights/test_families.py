@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_a_configuration_of_another_model_is_refused(
 def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str) -> None:
     model = families.write(kind, tmp_path / "model").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model")
-    done("import", tmp_path / "model", tmp_path / "checkpoints", "--dtype", dtype)
+    flags = shlex.split(done("flags", tmp_path / "model"))
+    done("import", tmp_path / "model", tmp_path / "checkpoints", "--dtype", dtype, "--", *flags)
     done("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", dtype, "--like", tmp_path / "model")
     assert (tmp_path / "out" / FILE).read_bytes() == (tmp_path / "model" / FILE).read_bytes()
     done("export", tmp_path / "checkpoints", tmp_path / "alone", "--dtype", dtype)
