@@ -29,9 +29,9 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to return the absorbed form in DSA models.
 
-    Generation with a cache keeps Megatron's per-head form. Two more cases keep it without context
-    parallelism: stages with dense attention, where the per-head form needs a third of the work, and calls for
-    which :func:`by_head_is_faster` is true.
+    Generation with a cache keeps Megatron's per-head form. On a single context parallel rank, two more cases
+    keep the per-head form: training stages with dense attention, where it needs a third of the work, and
+    calls for which :func:`by_head_is_faster` returns True.
     """
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
@@ -59,7 +59,7 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
     Args:
         projections: projections of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
-        options: parts that run on our operators.
+        options: options that choose the parts of DSA that run on our operators.
     """
     if options.absorb_always or not options.attention or projections.documents is not None:
         return False
@@ -152,7 +152,9 @@ def absorbed_query_and_shared_key(
 def start_with_key(
     projections: Projections, exchange: KeyExchange, key: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Start the all-gather of a layer's key, in two tensors if operators take rotary dimensions separately.
+    """Start the all-gather of a layer's key over context parallel ranks.
+
+    The key is gathered as two tensors, latent and rotary, if the device's operators take them separately.
 
     Args:
         projections: projections of the layer.
@@ -160,8 +162,8 @@ def start_with_key(
         key: latent and rotary dimensions of the key, ``[s, b, 1, dim]`` each.
 
     Returns:
-        Placeholder to pass as the core attention's key. None if the caller passes the rotary query there
-        instead.
+        Placeholder to pass as the core attention's ``key`` argument. None if two tensors are gathered: the
+        caller then passes the query's rotary dimensions as ``key``.
     """
     # A recomputed core attention needs one piece: a gather in flight cannot be recomputed, and Megatron's
     # checkpoint has one argument for the gathered key.
@@ -177,7 +179,7 @@ def query_beside_key(
     derive: Callable[..., tuple[Tensor, Tensor]],
     *parts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the query and key arguments of the core attention, while the key is being gathered.
+    """Compute the query during the key's all-gather; return the core attention's query and key arguments.
 
     Args:
         projections: projections of the layer.

@@ -34,7 +34,7 @@ class Call:
             ``x`` has them as well. A rank's shard under sequence parallelism.
         qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``. Megatron drops the batch
             dimension for packed sequences.
-        options: parts that run on our operators.
+        options: options that choose the parts of DSA that run on our operators.
         megatron: Megatron that the layer belongs to.
         groups: tensor parallel group and context parallel group.
         documents: packed documents, with a batch of 1; None for whole sequences.
@@ -78,7 +78,7 @@ def call_of(
         value: value, or its up-projection.
         x: hidden states.
         qr: latent queries.
-        options: parts that run on our operators.
+        options: options that choose the parts of DSA that run on our operators.
         megatron: Megatron that the layer belongs to.
         packed_seq_params: Megatron's description of documents; None for whole sequences.
 

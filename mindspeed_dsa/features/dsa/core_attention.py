@@ -40,7 +40,7 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
     """Decorate ``DSAttention.forward`` to run sparse attention on our operators.
 
     Supports causal self-attention over whole sequences and packed documents, in absorbed or per-head form.
-    Per-head calls without ``attn_mask_type`` have a mask tensor; they run Megatron's original.
+    Per-head calls that pass a mask tensor in place of ``attn_mask_type`` run Megatron's own forward.
     """
 
     def forward(
@@ -205,7 +205,7 @@ def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
 
 
 def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
-    """Return options of the indexer loss, a mean over ``all_rows`` tokens. None if not training."""
+    """Return options of the indexer loss, as a mean over ``all_rows`` tokens. None in evaluation."""
     layer, config = call.layer, call.layer.config
     if not (layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
         return None
@@ -228,7 +228,7 @@ def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
 
 
 def _layer_rows(call: Call) -> LayerRows:
-    """Return the description of this rank's tokens for sources of selections."""
+    """Describe this layer's tokens on this rank, as the argument of a :class:`SelectionSource`'s methods."""
     rows, batch = call.query.shape[:2]
     microbatch = current().microbatch
     tokens = None if microbatch is None else microbatch.tokens

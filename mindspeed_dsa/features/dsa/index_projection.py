@@ -30,7 +30,7 @@ _PROJECTION = "_mindspeed_dsa_projection"
 
 @dataclass
 class _Projection:
-    """State of one projection by an indexer for our operators.
+    """State that an indexer has while it computes query, key and weights for our operators.
 
     Attributes:
         angles: rotary angles of packed documents' tokens, if there are documents.
@@ -45,7 +45,7 @@ class _Projection:
 
 @contextmanager
 def projecting(indexer: Any, angles: Tensor | None = None, compute: bool = False) -> Iterator[_Projection]:
-    """Context in which an indexer projects for our operators; see :class:`_Projection`."""
+    """Context in which an indexer computes the inputs of our operators; see :class:`_Projection`."""
     projection = _Projection(angles, compute)
     setattr(indexer, _PROJECTION, projection)
     try:
@@ -55,7 +55,7 @@ def projecting(indexer: Any, angles: Tensor | None = None, compute: bool = False
 
 
 def projection_of(indexer: Any) -> _Projection | None:
-    """Return the running projection, or ``None`` if the indexer does not project for our operators."""
+    """Return the indexer's state inside :func:`projecting`; ``None`` outside."""
     return getattr(indexer, _PROJECTION, None)
 
 
@@ -86,7 +86,7 @@ def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def angles_of_rows(indexer: Any, angles: Tensor) -> Tensor:
-    """Return the rotary angles of packed documents if set, otherwise ``angles``, ``[s, 1, 1, rope]``."""
+    """Return the rotary angles passed to :func:`projecting`, or else ``angles``, ``[s, 1, 1, rope]``."""
     projection = projection_of(indexer)
     return angles if projection is None or projection.angles is None else projection.angles
 

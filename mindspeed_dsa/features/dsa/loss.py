@@ -21,11 +21,12 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 
 
 def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
-    """Return the reduction that the operators should use, and the factor to multiply the result by.
+    """Return the loss operators' ``reduction`` argument, and a factor for their result.
 
-    The product is the sum over this rank's tokens, divided by the number of counted tokens on all context
-    parallel ranks. Losses and gradients therefore add up over ranks. If that number is unknown because of
-    padding, it is computed by an all-reduce over the context parallel ranks.
+    The result times the factor is this rank's share of the loss, times the coefficient. The shares of all
+    context parallel ranks add up to the loss: a sum over tokens if ``loss.per_token``, otherwise a mean over
+    all counted tokens. If the number of counted tokens is unknown because of padding, an all-reduce over the
+    context parallel ranks computes it.
     """
     if loss.per_token:
         return "sum", loss.coefficient

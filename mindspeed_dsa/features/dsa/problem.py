@@ -193,11 +193,11 @@ class IndexInputs:
     """Receiver of the key's gradient in fp32; see :class:`Operands`."""
 
     def first(self, rows: int) -> IndexInputs:
-        """Return the first ``rows`` query tokens and keys."""
+        """Return the inputs of the first ``rows`` query tokens and keys."""
         return self.of(slice(rows), slice(rows))
 
     def of(self, rows: slice, keys: slice) -> IndexInputs:
-        """Return a slice of the query tokens and a slice of the keys."""
+        """Return the inputs of a slice of query tokens and a slice of keys."""
         # query [b, rows, index_heads, index_dim], weights [b, rows, index_heads]
         return replace(self._with_keys(keys), query=self.query[:, rows], weights=self.weights[:, rows])
 
@@ -243,8 +243,8 @@ class Rows:
         count: number of counted tokens over all context parallel ranks; None if unknown.
         longest: largest number of keys that a token sees, if the host knows it.
         end: index of the first padding token, if padding is at the end; None: no padding at the end.
-        known: description of the ranges before ``end`` for operators, if the host knows it without reading
-            device tensors. Not needed without ``starts`` and ``ends``.
+        known: host-side description of the ranges of the tokens before ``end``, for the operators; None if
+            unknown. Not needed if ``starts`` and ``ends`` are None.
     """
 
     starts: Tensor | None = None
@@ -400,7 +400,7 @@ class Attended:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of DSA that run Megatron's own code. None: our operator runs.
+    """Functions of Megatron that replace our operators. None: our operator runs.
 
     Attributes:
         choose: function that selects the keys.
@@ -424,7 +424,7 @@ class Problem:
         groups: process groups of the layer.
         loss: options of the indexer loss; None for no loss.
         backend: backend of the operators.
-        parts: parts that run Megatron's own code.
+        parts: functions of Megatron that replace our operators.
         precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
         given: recorded or shared selection to use instead of the indexer's. With a shared selection there is
             no loss.
@@ -458,7 +458,7 @@ class Problem:
 
     @property
     def wanted(self) -> LossOptions:
-        """Options of the indexer loss; must not be called without a loss."""
+        """Options of the indexer loss. Read only if there is a loss."""
         assert self.loss is not None
         return self.loss
 

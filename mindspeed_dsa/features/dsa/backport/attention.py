@@ -204,9 +204,9 @@ class Indexer(torch.nn.Module):
 class Attention(torch.nn.Module):
     """Core attention over the keys that the indexer selects.
 
-    The constructor has the arguments of Megatron's core attentions, and ``options``. In these releases,
-    attention layers do not pass the indexer's inputs ``x`` and ``qr`` to ``forward``; they can be set before
-    the call with :meth:`hand_over`.
+    The constructor has the arguments of Megatron's core attentions, and ``options``. In Megatron
+    before 0.16, attention layers do not pass the indexer's inputs ``x`` and ``qr`` to ``forward``; they can
+    be set before the call with :meth:`hand_over`.
     """
 
     megatron: ClassVar[Megatron]
@@ -319,7 +319,7 @@ class Attention(torch.nn.Module):
 
 
 class Classes(NamedTuple):
-    """DSA module classes for one Megatron."""
+    """DSA module classes, derived from one Megatron's ``MegatronModule``."""
 
     attention: type
     indexer: type
@@ -327,7 +327,7 @@ class Classes(NamedTuple):
 
 @cache
 def dsa_classes(megatron: Megatron) -> Classes:
-    """Build the DSA module classes on a Megatron's ``MegatronModule``, with the names of later releases."""
+    """Build subclasses of a Megatron's ``MegatronModule`` for DSA, named as in Megatron-core 0.16."""
     base: Any = megatron("core.transformer.module").MegatronModule
 
     class DSAttention(Attention, base):
@@ -341,7 +341,7 @@ def dsa_classes(megatron: Megatron) -> Classes:
 
 
 def core_attention_spec(options: Options, megatron: Megatron) -> Any:
-    """Build the spec of a DSA core attention, always with PyTorch modules."""
+    """Build the module spec of a DSA core attention, without Transformer Engine's modules."""
     spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
     linear = duplicated_linear(megatron)
     return spec(

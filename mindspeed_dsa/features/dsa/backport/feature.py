@@ -95,7 +95,7 @@ BACKPORT = Flag(
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the job requests the backport, or has a DSA model and does not switch it off."""
+    """Return whether the backport's flag is on, or is not set and the model uses DSA."""
     choice = getattr(settings, BACKPORT.dest, None)
     return uses_dsa(settings) if choice is None else bool(choice)
 

@@ -81,7 +81,7 @@ def problems_of(config: Any) -> list[str]:
 
 
 def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__`` to set the attention's layer number in the whole model."""
+    """Decorate ``TransformerLayer.__init__`` to set the attention's layer number, counted over all stages."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

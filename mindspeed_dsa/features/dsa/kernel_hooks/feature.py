@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def refusals(chosen: FusedOptions) -> list[str]:
-    """Return options that are not supported with Megatron-core 0.19 and later, each with a fix."""
+    """Return a message, with a fix, per set option that Megatron-core 0.19 and later do not support."""
     if not chosen.fuse_kl_in_backward:
         return []
     return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
 def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
-    """Report :func:`refusals` on releases that have the kernel hooks."""
+    """Return the messages of :func:`refusals` if this Megatron has the kernel hooks."""
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     return refusals(FusedOptions.of(args)) if has_hooks else ()
@@ -38,7 +38,7 @@ def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Options(FusedOptions):
-    """Options of fused DSA. If no part is requested, all parts are on."""
+    """Options of fused DSA. If the job requests no part, all parts of DSA run on our operators."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:

@@ -351,7 +351,7 @@ class KernelHooks:
         return result.out, _for_average(result.loss, loss, groups)
 
     def _rows(self, rows: Rows, query: Tensor, groups: Groups) -> Rows:
-        """Exclude padding from the loss. Our feature added it, so Megatron passes no mask for it."""
+        """Exclude padding from the loss. Our padding feature appended it, so Megatron has no mask for it."""
         if rows.counted is not None:
             return rows
         rank = 0 if groups.context is None else groups.context.rank()
@@ -359,7 +359,7 @@ class KernelHooks:
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
-    """Scale a context parallel rank's share of the loss to the value that Megatron expects."""
+    """Multiply a rank's share of a mean loss by the number of ranks over which Megatron averages it."""
     # Megatron multiplies the loss's gradient by the number of ranks, and averages the logged value over
     # ranks. So the value is the share times the number of ranks, and the gradient is the share's own.
     # Per-token sums and losses of a single rank are returned unchanged.

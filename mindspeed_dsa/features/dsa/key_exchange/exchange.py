@@ -61,7 +61,7 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a key's all-gather was started that the core attention has not taken yet."""
+        """Whether :meth:`hand_over` has started an all-gather that :meth:`take` has not returned yet."""
         return bool(self._pending)
 
     def share(self, layout: Layout | None) -> None:

@@ -1,4 +1,4 @@
-"""Patches for DSA layers under context parallelism: config check, gradient sums and gathered keys.
+"""Patches that let DSA layers run under context parallelism with gathered keys.
 
 Does not import Megatron, because it is loaded while Megatron is being imported.
 """

@@ -211,7 +211,7 @@ class Options:
 
     @property
     def native(self) -> bool:
-        """Return whether this Megatron's indexer itself rotates first dimensions and normalises its query."""
+        """Return whether Megatron's indexer rotates its first dimensions and uses the normed latent query."""
         return rotates_first(self.release)
 
     @classmethod

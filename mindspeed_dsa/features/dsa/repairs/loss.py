@@ -71,7 +71,7 @@ def score_without_graph(original: Callable[..., Any], context: Context[None]) ->
 
 
 def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a ``DSAttention.forward`` that skips the unused loss to give the indexer zero gradients."""
+    """Decorate ``DSAttention.forward``: give the indexer zero gradients if training has no indexer loss."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -124,10 +124,10 @@ def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None])
 
 
 def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexerLossAutoScaler.backward`` to multiply by tokens if gradients must be sums.
+    """Decorate ``DSAIndexerLossAutoScaler.backward``: multiply the loss's gradient by the number of tokens.
 
-    Only for losses that Megatron's own ``DSAttention.forward`` attaches, which are means over the output's
-    tokens.
+    Only if gradients must be sums over tokens, and only for losses that Megatron's ``DSAttention.forward``
+    attaches, which are means over the output's tokens.
     """
     ours = indexer_loss(context.megatron)
 
@@ -164,7 +164,7 @@ def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate functions of ``dsa_kernels`` that return a loss last: divide the loss's gradient likewise."""
+    """Decorate ``dsa_kernels`` functions whose last result is a loss: divide its gradient by the CP size."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -23,7 +23,7 @@ from mindspeed_dsa.megatron.local_modules import (
 
 
 def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the spec dispatcher to build the DSA spec for ``experimental_attention_variant="dsa"``."""
+    """Decorate the function that builds an attention variant's spec, to build DSA's spec for DSA models."""
 
     def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
         if config.experimental_attention_variant != "dsa":
@@ -115,7 +115,7 @@ def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
             return layer_norm_column_parallel_linear(megatron)
 
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> Any:
-            """Return Megatron's norm class, without the side effect on its module's default norm."""
+            """Return Megatron's norm class, but leave the default norm of Megatron's module unchanged."""
             return torch_norm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:

@@ -30,7 +30,7 @@ _ALL = ">=0.12.1,<0.21"
 
 
 def check_sharing(args: Any, options: Parts) -> Iterator[str]:
-    """Yield problems of sharing across pipeline chunks. The feature ``dsa-model`` checks the layers."""
+    """Yield a problem if a layer would reuse a selection made in another pipeline chunk."""
     yield from check_chunks(args)
 
 

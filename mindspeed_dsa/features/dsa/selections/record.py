@@ -50,7 +50,7 @@ EXIT_STATUS = 74
 
 
 def exit_status() -> int | None:
-    """Return the exit status for an incomplete recording; None: keep the job's own status."""
+    """Return the exit status of a process whose recording is incomplete. None: leave its status as it is."""
     # torchrun with restarts left would restart all ranks after another status than 0, even when the job is
     # already done, and train again.
     most, done = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
@@ -333,7 +333,10 @@ class Steps(pipeline_steps.Follower):
         self._selects |= not set(layers).isdisjoint(self._model().computing)
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Run a schedule and follow it. Evaluation replays only selections that are passed with the batch."""
+        """Run a schedule, and record or replay its selections.
+
+        Evaluation records nothing, and replays only selections that are passed with the batch.
+        """
         self._asked, self._evaluates = False, bool(step.get("forward_only", False))
         before = current().microbatch
         try:
@@ -453,7 +456,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan`` to store the token ids."""
+    """Decorate ``GPTModel.forward`` and ``build_schedule_plan`` to store the microbatch's token ids."""
 
     def forward(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         microbatch = current().microbatch

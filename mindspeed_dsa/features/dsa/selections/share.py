@@ -23,7 +23,7 @@ from mindspeed_dsa.megatron.selections import Sharing
 
 
 class _Running:
-    """Layers that are being built or run."""
+    """State of a session: the MTP layer that is being built, and the layer whose attention is running."""
 
     def __init__(self, context: Context[Options]) -> None:
         # Core attentions in the multi-token prediction layer that is being built; None outside one.
@@ -33,7 +33,10 @@ class _Running:
 
 
 def place_in_decoder(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__`` to set its role in sharing; sharing layers lose the indexer."""
+    """Decorate ``TransformerLayer.__init__`` to store whether its attention selects or reuses keys.
+
+    The indexer of a layer that only reuses another layer's selection is removed.
+    """
     running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +61,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
 
 
 def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__`` to set the role in sharing of its transformer layer."""
+    """Decorate ``MultiTokenPredictionLayer.__init__``; like :func:`place_in_decoder` for its inner layer."""
     running = context.state(_Running)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +80,7 @@ def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Ca
 
 
 def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
-    """Return the role of decoder layer ``layer`` (from 1) of ``layers``, as a :class:`Place`."""
+    """Return the :class:`Place` of decoder layer ``layer`` (from 1) of ``layers``: selects or reuses."""
     is_last = layer == layers or sharing.computes(layer + 1)
     return Place(
         name=f"layer {layer}",
@@ -88,7 +91,7 @@ def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
 
 
 def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
-    """Return the role of multi-token prediction layer ``layer`` (from 1), as a :class:`Place`."""
+    """Return the :class:`Place` of MTP layer ``layer`` (from 1): selects keys, or reuses them."""
     layers = config.mtp_num_layers
     repeats = bool(getattr(config, "mtp_use_repeated_layer", False)) and sharing.mtp_shares and layers > 1
     source = layer
@@ -107,7 +110,7 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
 
 
 def put(attention: Any, place: Place) -> None:
-    """Store the role of a ``DSAttention``, and remove its indexer if the layer never selects keys."""
+    """Store ``place`` in a ``DSAttention``, and remove its indexer if the layer never selects keys."""
     vars(attention)[PLACE] = place
     if not place.computes and attention.indexer is not None:
         # The groups were the indexer's before 0.19; keep them.
@@ -159,7 +162,7 @@ def hand_on_indices(original: Callable[..., Tensor], context: Context[Options]) 
 
 
 def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionBlock.forward``: a repeated layer selects again in each forward."""
+    """Decorate ``MultiTokenPredictionBlock.forward`` to drop the selection before and after the block."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         current().latest = None
@@ -175,9 +178,10 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward``: a repeated layer selects in its first run only.
+    """Decorate ``DSAttention.forward`` for an MTP layer that the MTP block runs several times.
 
-    The wrapper sets the attribute ``skip_topk``, which Megatron reads, before each run.
+    Only the layer's first run in a block forward selects keys; later runs reuse them. Before each run, the
+    wrapper sets the attribute ``skip_topk``, which Megatron reads.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,12 +194,12 @@ def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_holder``: return :class:`_Indices`, not a dict by layer."""
+    """Replace ``_get_index_share_topk_holder``, Megatron's dict from layer, by :class:`_Indices`."""
     return _holder(_Indices)
 
 
 def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_length_holder``: return :class:`_Lengths`, not a dict by layer."""
+    """Replace ``_get_index_share_topk_length_holder``, a dict from layer, by :class:`_Lengths`."""
     return _holder(_Lengths)
 
 
@@ -207,7 +211,7 @@ def _holder(kind: Callable[[Place], Any]) -> Callable[..., Any]:
 
 
 def placed(attention: Any) -> Place:
-    """Return the sharing role of a ``DSAttention``.
+    """Return the :class:`Place` of a ``DSAttention``: whether it selects keys or reuses a selection.
 
     Raises:
         RuntimeError: the attention was built outside a ``TransformerLayer``.
@@ -251,7 +255,7 @@ class _Indices(_OneEntry):
 
 
 class _Lengths(_OneEntry):
-    """Number of keys per query token in the current selection, ``[batch, rows]``. Read last by Megatron."""
+    """Number of keys per query token in the current selection, ``[batch, rows]``."""
 
     def __getitem__(self, layer: int) -> Tensor | None:
         lengths = current().read(self._place).lengths
@@ -269,7 +273,10 @@ class _Lengths(_OneEntry):
 
 
 def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate checkpoint functions to keep the selection for recomputation, also with frozen modules."""
+    """Decorate checkpoint functions: the recomputation uses the same shared selection as the forward.
+
+    Weights inside the checkpoint get gradients even if no input requires one (frozen modules before it).
+    """
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint_learning(original, Carrying(function), *args, **kwargs)

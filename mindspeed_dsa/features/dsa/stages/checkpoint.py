@@ -34,7 +34,10 @@ _Function = Callable[..., Any]
 
 
 def name_stage(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate optimizer constructors: store the stage in param groups, warn of weight decay without loss."""
+    """Decorate optimizer constructors to store the stage's name in the param groups.
+
+    Also warns if weight decay would shrink indexers that have no loss.
+    """
     stage = context.options.stage
 
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:

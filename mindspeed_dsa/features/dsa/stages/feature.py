@@ -109,7 +109,7 @@ WARMUP = Feature(
 
 
 def _rows(method: str, implementation: str, why: str, *classes: str) -> Iterator[Patch]:
-    """Yield patches of one method of Megatron's optimizers, outside wrappers that move optimizer state."""
+    """Yield a patch of ``method`` per optimizer class; it wraps outside those that move optimizer state."""
     for optimizer_class in classes:
         yield Patch(
             f"{optimizer_class}.{method}",

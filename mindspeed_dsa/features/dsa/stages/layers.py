@@ -61,7 +61,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerBlock.sharded_state_dict``: do not stack layers, as some have no indexer."""
+    """Decorate ``TransformerBlock.sharded_state_dict`` to save layers one by one if some lack an indexer."""
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -82,7 +82,10 @@ class _Check:
     def __call__(
         self, model: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *unused: Any
     ) -> None:
-        """Raise if indexers are in other layers. If the state dict has no indexers, keep the model's own."""
+        """Raise if state dict and model have indexers in different layers.
+
+        If the state dict has no indexers at all, the model keeps its own.
+        """
         if not strict:
             return
         own_params = {prefix + name: param for name, param in model.named_parameters() if of_indexer(name)}
