@@ -45,7 +45,7 @@ _SIZES_OF_LATENT_ATTENTION = ("k_channels", "v_channels")
 
 @dataclass(frozen=True)
 class Plan:
-    """How one attention layer computes attention.
+    """Attention operator and context parallel strategy of one layer.
 
     Attributes:
         inner: attention operator of a single rank.
@@ -164,7 +164,7 @@ def unsupported_attention(attention: Any, attention_type: str) -> str | None:
 
 
 def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DotProductAttention.forward`` to follow the layer's :class:`Plan`."""
+    """Decorate ``DotProductAttention.forward`` to run the operator and strategy of the layer's plan."""
 
     def forward(
         self: Any,
@@ -258,7 +258,7 @@ def project_latents(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def project_latents_in_three(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the same function in Megatron-core before 0.16, where it returns three tensors. No latents."""
+    """Like :func:`project_latents`, before Megatron-core 0.16: return only the first three tensors."""
     return _project(original, context, 3)
 
 
@@ -316,7 +316,7 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
 
 
 class _Shared:
-    """Process groups and members that all layers of a session share."""
+    """Process groups and :class:`SharedMembers`, shared by all layers of a session."""
 
     def __init__(self, context: Context[Options]) -> None:
         # By context parallel group: number of ranks that exchange heads, their group, and the ring's group.

@@ -162,7 +162,10 @@ def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
 
 
 def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool:
-    """Return whether ranks that exchange heads get equal numbers of them. Key-value heads can be repeated."""
+    """Return whether ``degree`` ranks can get equal numbers of query heads and of key-value heads.
+
+    Key-value heads may be repeated until each rank has one.
+    """
     if heads % (degree * tensor_ranks) or kv_heads % tensor_ranks:
         return False
     local_kv_heads = kv_heads // tensor_ranks

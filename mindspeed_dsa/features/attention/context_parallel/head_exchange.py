@@ -148,7 +148,7 @@ def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
 
 
 def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """Reorder a group's tokens: the ranks' first halves ascending, then their second halves descending.
+    """Reorder tokens: all ranks' first halves in rank order, then second halves in reverse rank order.
 
     Args:
         arrived: tokens ``[ranks * rows, ...]``, concatenated in rank order.

@@ -61,7 +61,7 @@ class ZigzagPlan:
     rows: int
 
     def own(self) -> list[Part]:
-        """Return causal attention to this rank's own block, whose tokens are in sequence order."""
+        """Return one causal part for this rank's own block, whose tokens are in sequence order."""
         return [WHOLE]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
@@ -87,7 +87,7 @@ class LastRows(ZigzagPlan):
     earlier: int
 
     def own(self) -> list[Part]:
-        """Return full attention to the earlier keys, and causal attention to the queries' own keys."""
+        """Return two parts: earlier keys without a mask, and the queries' own keys with a causal mask."""
         return [
             Part(ALL, slice(self.earlier), causal=False),
             Part(ALL, slice(self.earlier, None), causal=True),
@@ -112,7 +112,7 @@ class PackPlan:
     rank: int
 
     def own(self) -> list[Part]:
-        """Return causal attention within each document, for this rank's own block."""
+        """Return one causal part per document in this rank's own block."""
         return [Part(rows, rows, causal=True) for rows in self._documents(self.rank).values()]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:

@@ -51,7 +51,10 @@ class Step:
 
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``: its schedules read the packs, and set one per microbatch."""
+    """Decorate ``get_forward_backward_func`` to return a schedule that delivers packs.
+
+    The schedule reads the packs of all microbatches first, and sets the current pack before each forward.
+    """
     release = versions.of_megatron(context.megatron.root) or "0"
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +147,7 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
     """Decorate MTP's ``roll_tensor``, which shifts tokens by one, to shift within each document.
 
     Megatron's version assumes two chunks per context parallel rank and no padding between documents. It does
-    not zero padding tokens, so that they count in the loss.
+    not zero padding tokens, so they would count in the loss.
     """
 
     def roll_tensor(

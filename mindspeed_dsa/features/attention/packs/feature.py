@@ -31,7 +31,7 @@ _WANTED = {
 
 
 def reset_at_documents(args: Any) -> Sequence[str]:
-    """Restart positions in each document, and mask the loss of its last token; a ``Feature.rewrite``."""
+    """Set the arguments that reset positions and mask the loss at document ends; a ``Feature.rewrite``."""
     changes = []
     for name, value in _WANTED.items():
         if hasattr(args, name) and getattr(args, name) != value:

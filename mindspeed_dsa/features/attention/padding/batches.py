@@ -35,7 +35,10 @@ def keep_length_of_data(original: Callable[..., None], context: Context[Options]
 
 
 def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``: its schedules pad batches and average losses over data."""
+    """Decorate ``get_forward_backward_func`` to return a schedule that pads batches.
+
+    Under context parallelism, it also averages the loss over the data tokens of all ranks.
+    """
     padding = context.options.padding
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
 
 @contextmanager
 def weighed(share: float | Tensor) -> Iterator[None]:
-    """Context that scales the z-loss of the router by its rank's share of tokens."""
+    """Context in which the router's z-loss is multiplied by ``share``, this rank's weight."""
     token = _share.set(share)
     try:
         yield
@@ -56,7 +56,7 @@ def weighed(share: float | Tensor) -> Iterator[None]:
 
 
 def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TopKRouter._apply_expert_bias``: broadcast the padding mask over the routing map."""
+    """Decorate ``TopKRouter._apply_expert_bias`` to reshape the padding mask, so that it broadcasts."""
 
     def _apply_expert_bias(
         self: Any, routing_map: Tensor, padding_mask: Tensor | None = None, **others: Any
@@ -70,7 +70,7 @@ def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def average_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``z_loss_func`` to weight the loss by this rank's share of all tokens.
+    """Decorate ``z_loss_func`` to multiply the loss by the weight that :func:`weighed` has set.
 
     Megatron averages the per-rank means, although ranks have different numbers of tokens.
     """
