@@ -169,7 +169,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
 
 
 def wait_for_combine(original: Callable[..., Tensor], context: Context[None]) -> Callable[..., Tensor]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: the first call starts it, the second waits."""
+    """Wrap ``token_combine``: a forward's first call starts the all-to-all, its second call waits for it."""
     calls = context.state(calls_of)
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -56,7 +56,7 @@ class _Layer:
         return [weight.of(weight.parameter).shape for weight in self.experts.expert_weights(0)]
 
     def gathered(self, counts: Tensor) -> tuple[Any, list[bool]]:
-        """All-gather the row counts, and which experts are trained. Synchronizes with the device.
+        """All-gather row counts, and a trained flag per expert. Synchronizes with the device.
 
         Args:
             counts: number of this rank's rows per expert, ``[experts]``.
@@ -105,7 +105,7 @@ class _Forward(Companion):
     probs: Tensor
 
     def leave_router(self, cut: Cut) -> None:
-        """Before the graph is cut after the router: cut the kept tokens, and send the weights."""
+        """Detach the kept tokens, and start sending the weights. Called between router and experts."""
         self.rows = cut(self.rows)
         if self.counts:  # without rows the probabilities get no gradient
             self.probs = cut(self.probs)
@@ -116,7 +116,7 @@ class _Forward(Companion):
         self.transfer.announce()
 
     def leave_experts(self, cut: Cut) -> None:
-        """Before the graph is cut after the experts: cut the received experts' outputs."""
+        """Detach the outputs of the received experts. Called after the experts, during the combine."""
         self.rows = cut(self.rows)
 
 
@@ -193,7 +193,7 @@ def count_cold_tokens(original: Call) -> Call:
 
 
 def send_weights(original: Call) -> Call:
-    """Wrap ``dispatch_postprocess``: start sending weights, before the local experts run and hide it."""
+    """Wrap ``dispatch_postprocess``: start sending weights, which overlaps with the local experts."""
 
     def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -77,7 +77,7 @@ class Half:
         return experts(self._dispatcher, rows, probs)
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
-        """Start the combine. In backward, the transfer of the mark ``after`` is reversed after this one."""
+        """Start the combine. ``after``: mark of an earlier transfer, see ``all_to_all.start``."""
         with of_half(self._number), named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
         self._wait_now(self.combined)

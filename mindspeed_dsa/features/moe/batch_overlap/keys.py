@@ -31,7 +31,7 @@ class Keys:
 
     @contextlib.contextmanager
     def of_half(self) -> Iterator[None]:
-        """Context in which one half's attention runs: first half 0, then half 1."""
+        """Context for the attention of one half. Enter it once for half 0, then once for half 1."""
         attention = self._layer.self_attention
         derive = attention.get_query_key_value_tensors
         with contextlib.ExitStack() as stack:

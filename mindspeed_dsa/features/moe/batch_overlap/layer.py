@@ -40,7 +40,7 @@ class _Call:
 
 
 def _runs_whole(dispatcher: Any, state: State) -> bool:
-    """Return whether a dispatcher's layer runs whole. Halves use copies of the dispatcher without a mode."""
+    """Return whether a dispatcher runs its tokens unsplit. True for the copies that the halves use."""
     return state.modes.get(dispatcher, "whole") == "whole"
 
 
@@ -186,7 +186,7 @@ def skip_combine(original: Callable[..., Tensor], context: Context[Options]) -> 
 
 
 def give_back_tokens(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Wrap ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step: restore the shape."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step: restore the input's shape."""
     calls = context.state(State).calls
 
     def combine_postprocess(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

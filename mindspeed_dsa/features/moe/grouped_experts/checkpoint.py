@@ -342,7 +342,7 @@ def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_places(optimizer: Any) -> bool:
-    """Return whether there are stacks. Raise if alignment gaps would differ for single experts."""
+    """Return whether the optimizer has stacks. Raise if a buffer could have gaps between parameters."""
     # Megatron aligns each parameter to 64 entries. It saves no gap between two buckets, and where a bucket
     # ends depends on the parameters' sizes. So no gaps are allowed at all.
     parameters = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
@@ -369,7 +369,7 @@ def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], 
 
 
 def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
-    """Yield each run's range in the saved buffer, which has no padding at the ends of buckets."""
+    """Yield each group of adjacent parameters from :func:`runs`, after its range in the saved buffer."""
     # gaps: entries of padding before each bucket, which the saved buffer omits.
     gaps, before = [], 0
     for (start, stop), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):

@@ -39,7 +39,7 @@ class Stack:
     experts: object
 
     def by_expert(self, stack: Tensor) -> list[Tensor]:
-        """Return one view ``[out, in]`` per expert; the tensor has the parameter's shape."""
+        """Return one view ``[out, in]`` per expert of ``stack``, a tensor shaped like the parameter."""
         return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ class Options:
 
 
 def check_load_report(args: Any, options: Any) -> Sequence[str]:
-    """Report models without experts, stages that are not counted, and folders that are files."""
+    """Report a model without experts, the DSA warmup stage, and a folder that is a file."""
     flag = f"--moe-router-load-report {args.moe_router_load_report}"
     problems = []
     if not number_of_experts(args):

@@ -57,7 +57,10 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.unpermute``: with ``fused=True``, run our operator and add the offered tensor."""
+    """Wrap ``moe_utils.unpermute``: with ``fused=True``, run our operator.
+
+    The operator also adds the shared expert's output, if the layer has put it into the session's slot.
+    """
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend, offer = context.options.backend, context.state(_Offer)
@@ -143,13 +146,13 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
 
 
 class _Offer:
-    """Slot through which a layer passes a tensor for the unpermutation to add."""
+    """Slot in which a layer puts its shared expert's output, for the unpermutation to add."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.addend: Tensor | SharedOutput | None = None
 
     def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the tensor reshaped to ``shape``, or ``None`` if it was taken or does not fit."""
+        """Take the tensor out of the slot, in ``shape``; ``None`` if there is none or it does not fit."""
         addend = self.addend.tensor if isinstance(self.addend, SharedOutput) else self.addend
         if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
             return None
