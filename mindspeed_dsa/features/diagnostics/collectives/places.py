@@ -96,7 +96,7 @@ def name_layer(original: _Function) -> _Function:
 
 
 def name_pieces(original: _Function) -> _Function:
-    """Decorate ``TransformerLayer.__init__`` for schedules that do not call the layer's ``forward``."""
+    """Decorate ``TransformerLayer.__init__``: name collectives also if a schedule runs the layer in parts."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -169,7 +169,7 @@ class Recorder:
             )
 
     def strike(self, group: Any) -> None:
-        """Remove a group that is about to be destroyed."""
+        """Drop the record of a process group that is about to be destroyed."""
         record = self._groups.pop(group, None)
         if record is not None and self._watch is not None:
             try:

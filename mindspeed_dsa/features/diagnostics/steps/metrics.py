@@ -81,7 +81,7 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
 
 
 def _lm_loss(losses: Mapping[str, Any]) -> float | None:
-    """Return the language model loss in nats per token, or None except on the last pipeline stage.
+    """Return the language model loss in nats per token; None on all pipeline stages but the last.
 
     Args:
         losses: dict from name to mean over the global batch. A single loss can have any name.

@@ -151,7 +151,11 @@ def report_on_last_rank(original: Callable[..., Any], context: Context[Options])
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which drops tensors by rank, not by chunk."""
+    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17 to return all tensors of the batch on every rank.
+
+    Megatron only returns the tensors that the rank's position in the pipeline needs. In DualPipeV, the first
+    rank also has the last stage.
+    """
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training.global_vars").get_args()
@@ -166,7 +170,7 @@ def hand_out_whole_batches(original: Callable[..., Any], context: Context[Option
 
 
 def hand_out_as_one_stage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which drops tensors by rank, not by chunk."""
+    """Wrap ``get_batch_on_this_tp_rank`` since 0.18; like :func:`hand_out_whole_batches`."""
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         # The only stage of a pipeline gets the complete batch.

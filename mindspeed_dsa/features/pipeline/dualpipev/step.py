@@ -54,7 +54,10 @@ def play_the_list(original: _Function, context: Context[Options]) -> _Function:
 
 
 class _Step:
-    """One step of a rank. The constructor has the arguments of Megatron's schedule functions."""
+    """Runner of one training step or evaluation on one pipeline rank.
+
+    The constructor has the arguments of Megatron's schedule functions.
+    """
 
     def __init__(
         self,
@@ -279,7 +282,10 @@ class _Step:
         return self._list.stage(self._transfers.rank, event.chunk) == self._list.stages - 1
 
     def _is_first(self, event: Event) -> bool:
-        """Return whether this is the chunk's first forward; in validation, only in the first step."""
+        """Return whether this is the chunk's first forward in the step.
+
+        In validation, only the first step's forward counts as the first one.
+        """
         first = event.microbatch == 0
         if self._first_val_step is not None and self._forward_only:
             return bool(self._first_val_step) and first

@@ -234,7 +234,7 @@ class WithoutGraph:
         self.gradient: Tensor | None = None
 
     def enter(self, edge: Tensor) -> Tensor:
-        """Return the value with a graph that starts at ``edge``, or at a leaf in place of it. Call once."""
+        """Return the value with a graph that starts at ``edge``, or at a leaf that replaces it. Call once."""
         value, self._value = self._value, None
         entered: Tensor = _Enter.apply(edge, value, self)
         return entered

@@ -235,7 +235,7 @@ class Recomputed:
             )
 
     def _leave_before(self, again: Pieces) -> None:
-        """Find the tensors detached by :meth:`_enter_before` in the new graph."""
+        """Pair the recomputed residual and MTP inputs with those that :meth:`_enter_before` detached."""
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         self._leaves = [] if self._residual is None else [(state.residual, self._residual)]
         if self._predicted:
