@@ -1,4 +1,4 @@
-"""Layouts: the assignment of a sequence's tokens (rows) to context parallel ranks. Shifts across ranks."""
+"""Layouts of a sequence's tokens (rows) over context parallel ranks, and shifts by one token across ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 class Layout(Protocol):
-    """Assignment of a sequence's tokens to ranks, the same number each. Equal layouts must hash equally."""
+    """Assignment of a sequence's tokens to ranks, the same number to all. Equal layouts must hash equally."""
 
     def __hash__(self) -> int: ...
 

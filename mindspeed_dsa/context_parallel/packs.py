@@ -221,7 +221,7 @@ def _prefix_sums(params: Any, name: str) -> list[int] | None:
 
 
 def _host_waits_for(sums: Tensor) -> bool:
-    """Return whether reading synchronizes with the device, so that the result is worth caching."""
+    """Return whether reading ``sums`` synchronizes with the device; the caller then caches the result."""
     return sums.device.type != "cpu" and not sums.is_inference()
 
 
@@ -373,7 +373,7 @@ class PackRows:
 
     @property
     def starts(self) -> Tensor:
-        """This rank's part of :attr:`Pack.starts`. ``ends`` and ``counted`` below are of this rank too."""
+        """Values of :attr:`Pack.starts` for this rank's tokens; likewise ``ends`` and ``counted``."""
         return self._own(self.pack.starts)
 
     @property
@@ -400,7 +400,7 @@ class PackRows:
 
     @property
     def end(self) -> int | None:
-        """First position of the padding at the end; ``None`` without it, or if this rank has only a part."""
+        """First position of padding at the pack's end; ``None`` without it, or under context parallelism."""
         last = self.pack.documents[-1][1] if self.pack.documents else 0
         return last if self.layout is None and 0 < last < self.pack.length else None
 

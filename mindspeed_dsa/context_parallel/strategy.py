@@ -84,7 +84,7 @@ class ContextParallelStrategy(ABC):
         """
 
     def merge(self, out: Tensor) -> Tensor:
-        """Return the output for this rank's tokens with all heads, ``[rows, b, heads, value_dim]``."""
+        """Return attention's output for this rank's tokens and all heads, ``[rows, b, heads, value_dim]``."""
         return out
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ A graph can also be cut into parts that run backward separately. For an all-to-a
 :func:`depart` before it and :meth:`InFlight.arrive` after it. Only an empty tensor then connects the two
 parts, and neither part keeps the transferred rows.
 
-The contexts below change Megatron's own all-to-all. It only starts inside :func:`launching` and
-:func:`departing`, and only waits inside :func:`arriving`. Inside :func:`departed` it only adds the node that
-waits for the gradient. Inside :func:`returning` it does nothing.
+The contexts below change Megatron's own all-to-all. Inside :func:`launching` and :func:`departing` it starts
+without waiting. Inside :func:`arriving` it waits without starting. Inside :func:`departed` it sends nothing,
+but adds the autograd node that waits for the gradient. Inside :func:`returning` it does nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class InFlight:
         return result
 
     def give_way(self, earlier: InFlight) -> None:
-        """In backward, delay the wait for this transfer until the work since ``earlier``'s start has run.
+        """Wait for this transfer in backward only after the work since ``earlier``'s start has run backward.
 
         Work that depends on neither transfer then overlaps with this one in backward, even if it overlapped
         with ``earlier`` in forward.
@@ -288,7 +288,7 @@ def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Within the block, Megatron's all-to-alls take an edge and wait for the first of ``flights``."""
+    """Within the block, Megatron's all-to-alls wait for the first of ``flights``; their input is its edge."""
 
     def arrive(group: Any, edge: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
         return flights.pop(0).arrive(edge)

@@ -41,7 +41,7 @@ class Beside(NamedTuple):
     """Differences of all events, sorted by the difference in duration, largest first."""
 
     def figures(self) -> list[Figures]:
-        """Return the figures of the recorded and of the simulated timeline."""
+        """Return the metrics of the recorded and of the simulated timeline."""
         return [figures(self.recorded, Costs()), figures(self.simulated, Costs())]
 
 
@@ -94,7 +94,7 @@ def _costs(timeline: Timeline) -> Costs:
 
 
 def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
-    """Yield per block: its start, the end of the rank's previous block, and the send time of its input."""
+    """Yield a tuple per event or pair: its start, the previous one's end, and the sending of its input."""
     # -inf stands for a missing previous block or input.
     schedule = timeline.schedule
     ends: dict[Unit | None, tuple[int, float]] = {

@@ -39,7 +39,7 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """Time from the first start to the last end."""
+        """Time from the start of the first event to the end of the last one, over all ranks."""
         return max(span.end for spans in self.ranks for span in spans) - min(
             span.start for spans in self.ranks for span in spans
         )
