@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: Function) -> Function:
-    """Run a function eagerly, with a graph break before and after it.
+    """Decorate a function to run eagerly, with a graph break before and after each call.
 
     Backends read tensor contents on the host and call NumPy and custom kernels, which cannot be traced.
     ``torch._dynamo`` is imported only if something is compiled.

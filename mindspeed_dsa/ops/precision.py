@@ -23,7 +23,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def outside_autocast(function: Function) -> Function:
-    """Run a function without autocast on the device of its first tensor argument.
+    """Decorate a function to run without autocast on the device of its first tensor argument.
 
     Autocast would round fp32 products to 16 bits. Its state is per thread, so results would also depend on
     the number of worker threads.

@@ -52,7 +52,7 @@ def products_are_finite(*tensors: Tensor, factor: float = 1.0) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The same query rows of several sequences, and the key range that covers their selections."""
+    """Range of query rows, in several sequences, and the smallest range of keys with all their selections."""
 
     batch: slice
     rows: slice
@@ -82,7 +82,7 @@ class Chunk:
 
 
 class Cut(NamedTuple):
-    """Row range of several sequences, and the key range ``[low, high)`` that covers their selections."""
+    """Range of query rows, in several sequences, and the range ``[low, high)`` of the keys they selected."""
 
     batch: slice
     rows: slice
@@ -136,7 +136,7 @@ def over_chunks(
 
 
 def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) -> tuple[Tensor, list[Cut]]:
-    """Cut the rows of all sequences, and find the key range that covers the selections of each cut.
+    """Split the query rows of all sequences into cuts, and find the range of keys that each cut selected.
 
     Args:
         topk_indices: ``[batch, query_length, topk]``; entries outside ``[0, key_length)`` name no key.

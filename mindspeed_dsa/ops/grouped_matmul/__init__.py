@@ -154,7 +154,7 @@ def _shape_class(rows: Tensor, weight: Tensor, layout: Layout) -> ShapeClass:
 
 
 def _canonical(weight: Tensor, layout: Layout) -> Tensor:
-    """Return a ``[groups, in, out]`` view."""
+    """Return a ``[groups, in, out]`` view of the weight."""
     return weight if layout == "kn" else weight.transpose(1, 2)
 
 

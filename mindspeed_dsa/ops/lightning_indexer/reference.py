@@ -48,7 +48,10 @@ def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Ten
 
 
 def best_keys(scores: Tensor, topk: int, ranges: Ranges) -> Tensor:
-    """Return the selection by ``[batch, query_length, key_length]`` scores, int32 with ``topk`` columns."""
+    """Return the positions of the visible keys with the highest scores, ascending, -1 at the tail.
+
+    Shapes: ``[batch, query_length, key_length]`` scores give ``[batch, query_length, topk]`` int32.
+    """
     key_length = scores.shape[-1]
     hidden = ~visible(ranges.starts, ranges.ends, key_length)
     # A stable sort keeps equal scores in ascending order of position. A second stable sort by kind keeps the

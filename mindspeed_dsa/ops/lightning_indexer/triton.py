@@ -176,7 +176,7 @@ def select_by(
 
 
 def slab_rows(query_length: int, key_length: int) -> int:
-    """Return the number of query rows whose fp32 scores fit into a slab; depends on the lengths only."""
+    """Return the number of query rows per slab, a buffer for their fp32 scores with all keys."""
     return max(1, min(query_length, SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
 
 
@@ -351,7 +351,7 @@ def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
 
 
 def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Return the tile sizes."""
+    """Return the tile sizes of the kernel that computes scores."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
     # All heads form one block, because only the loop over rows is pipelined.

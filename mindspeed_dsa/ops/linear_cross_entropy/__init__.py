@@ -186,9 +186,9 @@ def _finish(
 ) -> None:
     """Rescale the weight gradient ``formed`` from ``token_weights`` to the actual ``factors``, in place.
 
-    The forward computed the gradient for ``token_weights``. Usually ``factors`` is a multiple of them, and
-    scaling suffices. Tokens for which it is not get their difference added. The host waits to learn whether
-    there are any, while the device scales the gradient.
+    The forward computed the gradient for ``token_weights``. Usually ``factors`` is a multiple of
+    ``token_weights``, and scaling suffices. For all other tokens, the gradient for the difference is computed
+    and added. The host waits for their number while the device scales the gradient.
     """
     weights = call.token_weights
     # nanmedian ignores tokens with weight 0, and is the common factor if most other tokens agree.

@@ -185,8 +185,8 @@ class Chunked(LinearCrossEntropy):
 
         Args:
             call: arguments of the loss.
-            grad_hidden: ``[tokens, hidden]``, output or None. Receives :func:`raised` times the gradient of
-                each token's own loss, without ``logit_scale``.
+            grad_hidden: ``[tokens, hidden]``, output or None. Receives the gradient of each token's own
+                loss times the factor :func:`raised`, without ``logit_scale``.
             grad_weight: ``[vocabulary, hidden]`` fp32 or fp64, accumulator or None. The gradient of the loss
                 sum weighted by ``token_weights`` is added, also without ``logit_scale``.
         """
@@ -341,13 +341,13 @@ def raised(dtype: torch.dtype) -> float:
     """Return the scale factor of logit gradients stored in this dtype: 256 for fp16, else 1.
 
     Most probabilities of a large vocabulary would be subnormal in fp16. The loss scale cannot help, because
-    it arrives with the incoming gradient, after they have been rounded.
+    it arrives with the incoming gradient, after the probabilities have been rounded.
     """
     return 256.0 if dtype == torch.float16 else 1.0
 
 
 def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 16-bit hidden states times normalized token factors, and the unit to multiply products with.
+    """Return 16-bit hidden states times normalized token factors, and the factor that undoes all scaling.
 
     Factors are divided by the largest factor, so that they fit 16 bits, and equal factors add no rounding.
     For fp16 each channel is also multiplied with a power of two. This power is the largest for which no
@@ -358,8 +358,8 @@ def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         factors: ``[tokens]`` fp32.
 
     Returns:
-        Weighted states ``[tokens, hidden]`` in the dtype of ``hidden``, and the unit, an fp32 scalar, or
-        ``[hidden]`` for fp16.
+        Weighted states ``[tokens, hidden]`` in the dtype of ``hidden``; and the fp32 factor for their products
+        with :func:`raised` gradients, a scalar, or ``[hidden]`` for fp16.
     """
     largest = factors.abs().amax()
     unit = largest.masked_fill(largest == 0, 1)

@@ -29,7 +29,7 @@ class RowMap(NamedTuple):
     """``[rows]``: expert of each permuted row, or -1."""
 
     def pack(self) -> Tensor:
-        """Concatenate the parts into one tensor, for :func:`unpack`."""
+        """Concatenate the map's tensors into one tensor, for :func:`unpack`."""
         return torch.cat([part for part in self if part is not None])  # [(tokens + 1 or 0) + 3 * rows]
 
     def starts(self, tokens: int) -> Tensor:
@@ -46,7 +46,7 @@ class RowMap(NamedTuple):
 
 
 def unpack(packed: Tensor, tokens: int, rows: int) -> RowMap:
-    """Return views of a packed map's parts.
+    """Return the row map that :meth:`RowMap.pack` packed; its tensors are views of ``packed``.
 
     Args:
         packed: result of :meth:`RowMap.pack`.
@@ -69,7 +69,7 @@ def unpack(packed: Tensor, tokens: int, rows: int) -> RowMap:
 def unpack_for(
     packed: Tensor, routing_map: Tensor, grad_permuted: Tensor | None, grad_probs: Tensor | None
 ) -> RowMap:
-    """Return views of a packed map's parts, with sizes taken from whichever gradient is not None."""
+    """Call :func:`unpack` with the number of rows of whichever gradient is not None."""
     grad = grad_permuted if grad_permuted is not None else grad_probs
     assert grad is not None
     return unpack(packed, len(routing_map), len(grad))

@@ -114,7 +114,10 @@ def weighted_gather_kernel(
     expert_count,
     BLOCK: tl.constexpr,
 ):
-    """Compute a row's gradient, and its weight's in ``grad_probs [tokens, experts]``; one program per row."""
+    """Compute the gradients of a permuted row, and of its probability in ``grad_probs [tokens, experts]``.
+
+    One program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
     readable = tl.where(token >= 0, hidden, 0)

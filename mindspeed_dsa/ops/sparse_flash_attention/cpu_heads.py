@@ -213,7 +213,7 @@ def _parts(heads: range, most: int) -> Iterator[slice]:
 
 
 class _Chunk:
-    """The same query rows of several sequences, and the key range that covers their selections."""
+    """Range of query rows, in several sequences, and the smallest range of keys with all their selections."""
 
     def __init__(self, cut: Cut, positions: Tensor, key_length: int) -> None:
         self.at = (cut.batch, cut.rows)

@@ -92,7 +92,10 @@ def shrunk(acc, shrink):
 
 @gluon.jit
 def times_others_values(acc, highest, total, probabilities, values, maxima, ready, phase):
-    """Start to add the other group's tile to this group's output columns, rescaled to that tile's maxima."""
+    """Start to add the other group's probabilities times this group's value columns to ``acc``.
+
+    Rescales ``acc`` and ``total`` to the row maxima of the other group, and returns both with these maxima.
+    """
     mbarrier.wait(ready, phase)
     higher = maxima.load(gl.SliceLayout(1, SCORES))
     shrink = power_of_two(highest - higher)

@@ -42,13 +42,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def is_key(index, key_length):
-    """Kernel version of :func:`names_key`. An entry that names no key must not be used as an address."""
+    """Return whether ``index`` is the position of a key; only then it may be used as an address."""
     return (index >= 0) & (index < key_length)
 
 
 @triton.jit
 def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
-    """Write one past the last entry that is a key; one program per row."""
+    """Write the number of entries of a row up to and including its last key; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     longest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, topk, BLOCK):
@@ -263,7 +263,7 @@ def packed_indices(topk_indices: Tensor) -> Tensor:
 
 
 def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
-    """Return one past the last entry that is a key for each row, ``[batch * rows]`` int32."""
+    """Return the number of entries up to and including the last key of each row, ``[batch * rows]`` int32."""
     batch, rows, topk = topk_indices.shape
     lengths = torch.empty(batch * rows, dtype=torch.int32, device=topk_indices.device)
     if lengths.numel():
