@@ -50,7 +50,7 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def record(step: int, layers: Sequence[LayerLoad]) -> Record:
-    """Return the record of one step."""
+    """Return the report's record of one training step."""
     return {
         "step": step,
         "layers": [

@@ -131,7 +131,10 @@ class Regions:
         return tuple(self._regions.values())
 
     def usable(self, states: Tensor) -> bool:
-        """Return whether code can be compiled for the states' device; log a missing tool once."""
+        """Return whether functions can be compiled for the device of ``states``; always False under autocast.
+
+        Logs a missing compiler once.
+        """
         device = states.device.type
         if device not in self._usable:
             problem = missing_toolchain(device)

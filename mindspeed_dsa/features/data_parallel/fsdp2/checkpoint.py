@@ -262,7 +262,7 @@ def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict`` to give all optimizers of the chain the step count."""
+    """Decorate ``ChainedOptimizer.load_state_dict`` to copy a step count to optimizers saved without one."""
     # Rank 0 may have had no experts, and so saved no count for their optimizer. Optimizers of a chain make
     # the same number of steps. Fused ones count in param groups, and would restart at 0 without a count.
 

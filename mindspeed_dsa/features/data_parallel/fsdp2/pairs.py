@@ -178,7 +178,7 @@ class Unit:
         return [state for state in _ahead(self._state, direction) if state is not self._state]
 
     def drop(self, direction: TrainingState, kept: Iterable[Any]) -> None:
-        """Free the weights after the pass ``direction``, unless this unit's state is in ``kept``."""
+        """Free the weights after a forward or backward (``direction``), unless their state is in ``kept``."""
         if self._state in kept:
             return
         for group in groups_of(self.module):

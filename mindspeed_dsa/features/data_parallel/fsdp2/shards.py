@@ -57,7 +57,7 @@ class Plan:
         mesh: mesh from :func:`mesh_of`.
         placements: dict from parameter to the dimension to shard. Other parameters stay whole and are left to
             the caller.
-        reshard: whether to free gathered weights after forward, or number of ranks to keep them on.
+        reshard: whether to free gathered weights after forward, or number of ranks to reshard them to.
         reduce_dtype: dtype of gradient sums over ranks and microbatches.
         divide_by: divisor of gradient sums over ranks.
         elsewhere: dict from parameter to its mesh, for parameters that are sharded over another mesh than

@@ -80,8 +80,8 @@ class CheckpointWithoutOutput:
     It differs from Megatron's class in four points:
 
     * Random states are kept and restored only if the function drew random numbers.
-    * Outputs stay in memory if no input needs a gradient, or if their storage is shared with an input or
-      only partly covered.
+    * Outputs stay in memory if no input needs a gradient, or if their storage is shared with an input or is
+      larger than the output.
     * The recomputed output is never in memory twice, and is freed once the consumer's backward has read it.
     * The recomputed output can be compared with the original, byte by byte.
 

@@ -274,7 +274,7 @@ class Masters:
     def opened(self, tensors: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Fill master tensors (default: all) with copies of the float32 weights, and write them back on exit.
 
-        Unlike :meth:`to_master`, do not overwrite other ranks' weights in a bucket.
+        Unlike :meth:`to_master`, this method does not overwrite other ranks' weights in a bucket.
         """
         masters = self._by_tensor.values() if tensors is None else self._known(tensors)
         for master in masters:

@@ -126,7 +126,7 @@ class Copies:
         nbytes: size of the storage.
         out, back: events at begin and end of each copy, on the copy streams; ``back`` is ``None`` if the
             storage never left the device.
-        read: first read in backward, recorded on the computing stream before it waits for the copy.
+        read: event of the first read in backward, before the computing stream waits for the copy.
     """
 
     nbytes: int

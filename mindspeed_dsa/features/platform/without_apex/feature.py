@@ -280,7 +280,7 @@ _FUSIONS = {
 
 
 def switch_off_missing_fusions(args: Any) -> Sequence[str]:
-    """Switch off fusion arguments that need a missing module; results stay equal (``Feature.rewrite``)."""
+    """Switch off fusion arguments whose module is not installed; return messages for ``Feature.rewrite``."""
     missing = [
         (name, module)
         for name, module in _FUSIONS.items()

@@ -78,7 +78,7 @@ def _can_be_fused(group: dict[str, Any]) -> bool:
 
 
 def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Move a step count that was loaded to the host to the device, where the fused operator reads it."""
+    """Move a loaded step count from the host to the device, where the fused operator reads it."""
     state = optimizer.state.get(parameter, {})
     count = state.get("step")
     if isinstance(count, torch.Tensor) and count.device != parameter.device:

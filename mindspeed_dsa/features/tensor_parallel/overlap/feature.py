@@ -84,7 +84,7 @@ def report_transformer_engine(args: Any, flag: str) -> None:
 
 
 def coc_wanted(settings: Any) -> bool:
-    """Return whether the overlap is on, or an option is set without effect (``check_coc`` reports it)."""
+    """Return whether the overlap is on, or an option has no effect, which ``check_coc`` must report."""
     return _switched_on(settings) or any(True for _ in _without_effect(settings))
 
 
