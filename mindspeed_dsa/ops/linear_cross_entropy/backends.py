@@ -358,8 +358,8 @@ def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         factors: ``[tokens]`` fp32.
 
     Returns:
-        Weighted states ``[tokens, hidden]`` in the dtype of ``hidden``; and the fp32 factor for their products
-        with :func:`raised` gradients, a scalar, or ``[hidden]`` for fp16.
+        Weighted states ``[tokens, hidden]`` in the dtype of ``hidden``; and the fp32 factor for their
+        products with :func:`raised` gradients, a scalar, or ``[hidden]`` for fp16.
     """
     largest = factors.abs().amax()
     unit = largest.masked_fill(largest == 0, 1)
