@@ -164,7 +164,7 @@ def _script(argv: Sequence[str]) -> str:
 
 
 def _selecting(args: argparse.Namespace) -> str:
-    """Return a sentence about the layers that select keys; empty without DSA or without layers."""
+    """Return a sentence about the layers that select keys; empty without DSA or a number of layers."""
     layers = getattr(args, "num_layers", None)
     sharing = Sharing.of(args)
     if getattr(args, "experimental_attention_variant", None) != "dsa" or not layers:
@@ -180,7 +180,7 @@ def _selecting(args: argparse.Namespace) -> str:
 
 
 def _verify(running: session.Session) -> list[str]:
-    """Import the modules of pending sites, which patches them, then search for originals in use."""
+    """Import the modules that are not patched yet, which patches them, then search for originals in use."""
     problems = []
     for site in running.report():
         if site.state != "pending":

@@ -55,7 +55,7 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _answers(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
-    """Return the results that the process has reported, and the stage that it was in when it ended."""
+    """Read the process's output; return its results, and the stage that it was in when it ended."""
     results: list[dict[str, Any]] = []
     begun = ""
     assert process.stdout is not None

@@ -152,7 +152,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _standing(record: Record) -> str:
-    """Return a rank's position in the pipeline schedule and innermost stack line outside of libraries."""
+    """Return text: a rank's position in the pipeline schedule, and its innermost own line in the stack."""
     stack = record.stacks.get("main", [])
     line = next((each for each in reversed(stack) if not any(part in each for part in _FOREIGN)), "")
     if line != (stack[-1] if stack else ""):

@@ -118,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _own_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the job's words into this command's own options and the rest."""
+    """Split command line words into the options of ``plan`` and the job's flags."""
     options: list[str] = []
     rest: list[str] = []
     for group in command_lines.groups(words):
@@ -138,7 +138,7 @@ def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _model(name: str, words: Sequence[str], job: Job) -> str:
-    """Return a line with the model flags for ``--config``, which the printed layout flags do not include."""
+    """Return text with the Megatron flags for the model's sizes in ``--config``, to add to layout flags."""
     _, flags_given, _ = flags.read(words)
     release = str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
     found = configs.flags_of(Path(name), flags_given, job, release)

@@ -158,31 +158,29 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @dataclass
 class Agreement:
-    """Counts of the keys that recording A selects, and of those that recording B selects as well.
+    """Agreement of two recordings: named counts of a whole, and of a part of it.
 
-    Counts have names:
-
-    * ``keys``: all of A's keys; those that B selects as well.
-    * a name of :data:`PLACES`: the same for keys at this position in the sequence.
-    * a power of two ``n``: the same for query tokens that see n to 2n - 1 keys.
-    * ``same``: all query tokens; those with the same set of keys in both.
-    * ``lost``: sum of A's attention probabilities; the sum on keys that B lacks.
+    * ``keys``: whole: keys that recording A selects; part: those that recording B selects, too.
+    * a name of :data:`PLACES`: as ``keys``, for keys at this position in the sequence.
+    * a power of two ``n``: as ``keys``, for query tokens that see n to 2n - 1 keys.
+    * ``same``: whole: query tokens; part: those for which A and B select the same set of keys.
+    * ``lost``: whole: sum of A's attention probabilities; part: the sum on keys that B does not select.
 
     Attributes:
-        part: dict from name to the second of these numbers.
-        whole: dict from name to the first; without ``lost`` if no probabilities were recorded.
+        part: dict from name to the part's count.
+        whole: dict from name to the whole's count; without ``lost`` if no probabilities were recorded.
     """
 
     part: Counter[str | int] = field(default_factory=Counter)
     whole: Counter[str | int] = field(default_factory=Counter)
 
     def count(self, name: str | int, part: Any, whole: Any) -> None:
-        """Add two array scalars to ``part`` and ``whole``."""
+        """Add the array scalars ``part`` and ``whole`` to the counts of this name."""
         self.part[name] += part.item()
         self.whole[name] += whole.item()
 
     def add(self, other: Agreement) -> None:
-        """Add another agreement's counts."""
+        """Add the counts of ``other`` to these counts."""
         self.part.update(other.part)
         self.whole.update(other.whole)
 
@@ -239,7 +237,7 @@ def _rows(recording: Recording, key: Key) -> Rows:
 
 
 def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
-    """Count the query tokens of one sequence that are in both recordings."""
+    """Compare the query tokens of one sequence that both recordings contain, and add their counts."""
     _, at_a, at_b = np.intersect1d(a.positions, b.positions, return_indices=True)
     if (a.documents[at_a] != b.documents[at_b]).any():
         raise RunError(
@@ -257,7 +255,15 @@ def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
 
 
 def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass: Any) -> None:
-    """Compare A's ``keys`` and B's ``others``, both ``[rows, topk]`` padded with -1, and add the counts."""
+    """Compare the keys of the same query tokens in A and B, and add the counts to ``agreement``.
+
+    Args:
+        agreement: counts to add to.
+        keys: recording A's keys, ``[rows, topk]`` padded with -1.
+        others: recording B's keys, likewise.
+        visible: ``[rows]``, number of keys visible to each query token.
+        mass: ``[rows, topk]``, A's attention probabilities; None if not recorded.
+    """
     named = keys >= 0
     has = np.zeros((len(keys), int(visible.max()) + 1), np.bool_)
     # Padding is scattered into an additional last column, which is cleared afterwards.

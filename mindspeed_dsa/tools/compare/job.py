@@ -220,7 +220,7 @@ def child_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def new_folder(wanted: Path, command: str) -> Path:
-    """Create ``DIR``, or if it exists ``DIR-2``, ``DIR-3``, ..., so that earlier results are kept.
+    """Create and return the folder ``wanted``; if it exists, ``wanted-2``, ``wanted-3``, and so on.
 
     Raises:
         SettingsError: the folder cannot be made; the message begins with ``command``.
@@ -244,7 +244,7 @@ def new_folder(wanted: Path, command: str) -> Path:
 
 
 def ours(folder: Path) -> dict[str, str]:
-    """Return environment variables that make the library write its report and digests of initial weights."""
+    """Return the variables that make this library write its start report and weight digests to ``folder``."""
     return {
         "MINDSPEED_DSA_MINDSPEED_REPORT_DIR": str(folder),
         "MINDSPEED_DSA_INITIAL_WEIGHTS_DIR": str(folder / WEIGHTS),

@@ -29,7 +29,7 @@ Digests = dict[str, dict[str, Any]]
 def build(
     sides: Sides, runs: Sequence[Run], records: Records, wanted_warmup: int, checkpoint: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Combine all results; times and losses are only included if both sides ran."""
+    """Return the content of ``compare.json``; times and losses are only included if both sides ran."""
     trained = [run for run in runs if run.repeat]
     of_side = {
         side: [records[r.name] for r in trained if r.side == side and r.name in records] for side in "AB"
@@ -155,10 +155,10 @@ def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
 
 
 def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
-    """Return a dict from metric to the median over one side's runs and the value of each run.
+    """Return a dict from metric to one side's statistics: median over the runs, and each run's value.
 
-    The value of a time is the median over the run's steps after the first ``skip``. The value of memory is
-    the maximum over all steps.
+    A run's time is the median over its steps after the first ``skip`` ones. A run's memory is the maximum
+    over all of its steps.
     """
     result = {}
     for name in MEASURED:
@@ -226,7 +226,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
 
 
 def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
-    """Compare the later runs of one side with its first run; None if there is only one run."""
+    """Return the differences of one metric between a side's first and later runs; None with only one run."""
     differences = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
     if not differences:
         return None

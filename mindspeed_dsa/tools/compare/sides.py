@@ -15,7 +15,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass(frozen=True)
 class Sides:
-    """Flags of sides A and B, and the features that are off in A and on in B."""
+    """Flags of the two compared sides A and B, and the features that are off in A and on in B."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -32,7 +32,7 @@ def of_features(
     environ: Mapping[str, str] = os.environ,
     on_by_default: Sequence[str] = (),
 ) -> Sides:
-    """Return the sides for a comparison of features: A without them, B with them.
+    """Return the sides of a comparison that switches features off in A and on in B.
 
     Args:
         names: names of the features.
@@ -69,7 +69,7 @@ def of_features(
 
 
 def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
-    """Return the sides for two strings of arbitrary flags, split as by a shell.
+    """Return the sides of a comparison of two strings of flags, each split into words as a shell does.
 
     Raises:
         SettingsError: a string cannot be split, or has a misspelt flag of this library or one that the

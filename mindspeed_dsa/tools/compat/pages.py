@@ -95,7 +95,7 @@ class Translation:
         self._asked: dict[str, None] = {}
 
     def __call__(self, text: str) -> str:
-        """Return a text's translation, or if it is missing the text; :meth:`problems` reports that."""
+        """Return the translation of ``text``; if it is missing, return ``text`` and report it later."""
         if text not in self._said and _PLAIN.fullmatch(text):
             return text
         self._asked[text] = None

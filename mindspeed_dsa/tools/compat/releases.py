@@ -72,7 +72,7 @@ _LACKING = ("not in this release", "not supported", "fails", "not recorded")
 def compatibility(
     features: Sequence[Feature], records: Records, matrix: trained.Trained = _NOTHING_TRAINED
 ) -> str:
-    """Build the page that explains the matrix: meaning of words, remarks, trained layouts."""
+    """Return the Markdown page about the compatibility matrix: its words, remarks, and trained layouts."""
     remarks: dict[str, list[str]] = {}
     for feature in features:
         for release in records.releases:
@@ -92,7 +92,7 @@ def compatibility(
 def compatibility_matrix(
     features: Sequence[Feature], records: Records, matrix: trained.Trained = _NOTHING_TRAINED
 ) -> str:
-    """Build the CSV matrix with a row per feature and a column per release."""
+    """Return the compatibility matrix as CSV, with a row per feature and a column per release."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["feature", *map(_column(records), records.releases)])
@@ -109,7 +109,7 @@ def exceptions(
     folder: str = "features/",
     say: Callable[[str], str] = str,
 ) -> str:
-    """Build the table of features that are missing or fail with a release.
+    """Return a Markdown table of the features that are missing or fail in some recorded release.
 
     Args:
         features: all features.
@@ -164,7 +164,7 @@ def _word(
 
 
 def _to_be_explained(verdict: Verdict, result: trained.Result) -> bool:
-    """Return whether the training result needs a remark of its own, in addition to the static verdict's."""
+    """Return whether the page must explain the test result, in addition to the static verdict."""
     refused = result.word.startswith(trained.REFUSED) and verdict.word == "fits"
     return refused or result.word.startswith(trained.FAILS)
 
@@ -185,7 +185,7 @@ def _main_note(records: Records) -> str:
 
 
 def layouts(features: Sequence[Feature], matrix: trained.Trained) -> str:
-    """Build the section of trained layouts with the versions of Python and torch."""
+    """Return the Markdown section with each feature's trained layouts, and the tests' package versions."""
     rows = []
     for feature in features:
         by_layout: dict[str, list[str]] = {}

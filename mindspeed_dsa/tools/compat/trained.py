@@ -45,10 +45,12 @@ class Verdict:
 def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
     """Return the static verdict on a feature for a recorded release of Megatron-core.
 
-    A release older than the patches' version ranges lacks the code that the feature changes, unless a
-    backport among ``others`` provides it. A newer release has the change itself. Outside of the feature's own
-    requirement the feature cannot be enabled. Inside the ranges every target must exist, including optional
-    ones, because the feature would otherwise lack a part of its effect.
+    * Release outside of the feature's own version requirement: the feature cannot be enabled.
+    * Release older than the patches' version ranges: it lacks the code that the feature changes, unless a
+      backport among ``others`` provides it.
+    * Release newer than these ranges: the feature is not needed, as Megatron has the change itself.
+    * Else the feature fits if every patch target exists. Optional targets count too, because without them
+      the feature would lack a part of its effect.
     """
     version = records.version(release)
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
@@ -76,7 +78,7 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
 
 
 def _is_below(release: str, specifiers: str) -> bool:
-    """Return whether a release outside the range is older than the range."""
+    """Return whether a release is older than the version range ``specifiers``."""
     lower = [s for s in SpecifierSet(specifiers) if s.operator in (">=", ">", "~=", "==")]
     return any(Version(release) < Version(s.version.removesuffix(".*")) for s in lower)
 
@@ -102,7 +104,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trained:
-    """The table in ``trained.json``.
+    """Test results of all features in all releases, as stored in ``trained.json``.
 
     Attributes:
         ran_with: dict from release to the versions of ``python``, ``torch`` and ``mindspeed_dsa`` in its
@@ -217,7 +219,7 @@ def merge(
 
 
 def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str, dict[str, str]]:
-    """Merge new test cases with the earlier results of layouts that did not run again."""
+    """Return the new test cases, plus the earlier results of layouts that did not run again."""
     again = {layout for layouts in found.values() for layout in layouts}
     together = {what: dict(layouts) for what, layouts in found.items()}
     if not again:
@@ -232,7 +234,7 @@ def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str
 
 
 def result(found: Mapping[str, Mapping[str, str]], verdict: str) -> Result:
-    """Combine the test cases of a feature with one release.
+    """Combine the test cases of one feature in one release into a result.
 
     Args:
         found: dict from ``trained``, ``refused`` and ``fails`` to a dict from layout to reason.

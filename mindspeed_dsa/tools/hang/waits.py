@@ -43,7 +43,7 @@ class Findings:
     """Result of comparing the records of a job.
 
     Attributes:
-        waits: waits, the longest first.
+        waits: calls that some rank waits in, the longest wait first.
         first: ranks that other ranks wait for and that do not wait themselves.
         failed: ranks with an error that was not caused by another rank's failure.
         silent: ranks that wrote no record although others did.
@@ -147,7 +147,10 @@ def _failed(record: Record) -> bool:
 def _difference(
     known: Mapping[int, Group], least: int
 ) -> tuple[Call, int, dict[int, Call | None], tuple[int, ...], str] | None:
-    """Return the first collective of a group in which ranks differ by function or tensors."""
+    """Return the group's first collective in which ranks called different functions or passed other tensors.
+
+    The result has the fields of :class:`Wait` after ``group``; None if all calls agree.
+    """
     calls = {
         rank: {call.number: call for call in each.calls if call.source is None}
         for rank, each in known.items()

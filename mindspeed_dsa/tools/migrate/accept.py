@@ -54,7 +54,7 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
 
 
 def _release(argv: Sequence[str]) -> Version | None:
-    """Return the release of the job's Megatron, or of the fork that the command line names."""
+    """Return the release of the job's Megatron, or of the fork that ``--megatron-root`` names."""
     names = [
         word.partition("=")[2] or following
         for word, following in zip(argv, [*argv[1:], ""], strict=False)

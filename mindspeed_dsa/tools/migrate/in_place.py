@@ -100,7 +100,7 @@ def _new(given: Sequence[Given], found: Translation) -> dict[str, list[Given]]:
 
 
 def _gives(text: str, start: Start, found: Translation) -> bool:
-    """Return whether the new script starts the same program with the translated flags."""
+    """Return whether the script ``text`` starts the same program as ``start``, with the translated flags."""
     try:
         again = shell.read(text)
     except ShellError:
@@ -168,7 +168,7 @@ def _of_area(text: str, area: _Area, holding: set[str]) -> Iterator[_Place]:
 
 
 def _line(text: str, place: _Place, old: Given, new: Given) -> str | None:
-    """Return a new flag's text for a position; None if it cannot be written inside the quotes there."""
+    """Return the text of flag ``new`` in the position of ``old``; None if quotes there do not allow it."""
     if new.written == old.written and new.values == old.values and text[place.start] == "-":
         return new.flag + text[place.name_end : place.end]
     if not place.area.quotes:
@@ -184,7 +184,10 @@ def _of(new: Given) -> str:
 
 
 def _edit(text: str, place: _Place, lines: Sequence[str]) -> tuple[int, int, str]:
-    """Return the edit (begin, end, new text) for a flag; new flags get their own lines if the old one had."""
+    """Return the edit ``(begin, end, new text)`` that replaces a flag by ``lines``.
+
+    If the old flag is alone on its line, each new flag gets its own line.
+    """
     begin = text.rfind("\n", 0, place.start) + 1
     indent = text[begin : place.start]
     behind = _END.match(text, place.end)

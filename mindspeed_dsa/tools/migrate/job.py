@@ -27,7 +27,7 @@ class Row:
         inert: values with which the flag has no effect, whatever the verdict.
         refused: dict from unsupported value to reason, for a flag that is otherwise supported.
         results: whether dropping a flag with verdict ``not served`` changes training results.
-        switch: flag that must be set, or MindSpeed ignores this one.
+        switch: another flag; without it, MindSpeed ignores this one.
     """
 
     flag: str
@@ -51,12 +51,18 @@ def _each(flags: str) -> Iterator[str]:
 
 
 def same(flags: str, why: str = "", *, switch: str = "") -> list[Row]:
-    """Return rows for flags that this library has under the same name; names are given without dashes."""
+    """Return rows for flags that this library has under the same name.
+
+    Args:
+        flags: names without dashes, separated by blanks.
+        why: sentence for the report.
+        switch: flag without which MindSpeed ignores these.
+    """
     return [Row(flag, "same", why, switch=switch) for flag in _each(flags)]
 
 
 def renamed(names: Mapping[str, str], why: str = "", *, switch: str = "") -> list[Row]:
-    """Return rows for renamed flags, from a dict of old to new names."""
+    """Return rows for renamed flags, from a dict from old to new name without dashes."""
     return [Row(f"--{old}", "megatron", why, f"--{new}", switch=switch) for old, new in names.items()]
 
 
@@ -134,7 +140,7 @@ class Outcome:
     Attributes:
         given: original flag.
         kind: verdict.
-        now: flags that replace it, as text; empty if none does.
+        now: text of the flags that replace the original one; empty if none does.
         why: one sentence, or empty.
         results: whether dropping the flag changes training results.
     """
@@ -246,14 +252,20 @@ class Job:
         self.outcomes[flag] = Outcome(given, kind, str(given), why)
 
     def is_dropped(self, flag: str, why: str, *, results: bool | None = None) -> None:
-        """Drop the flag as ``not needed``; if ``results`` is given, as ``not served`` with that effect."""
+        """Drop a flag: as ``not needed``, or as ``not served`` if ``results`` is given.
+
+        Args:
+            flag: flag to drop.
+            why: sentence for the report.
+            results: whether dropping the flag changes training results; None if it is not needed.
+        """
         kind: Kind = "not needed" if results is None else "not served"
         self.outcomes[flag] = Outcome(self.given[flag], kind, "", why, bool(results))
         if not results:  # a flag that changes results stays in the command, which parsers then refuse
             self._out.pop(flag, None)
 
     def becomes(self, flag: str, now: Sequence[Given], why: str = "") -> None:
-        """Replace the flag by the flags ``now``; record a problem if the job sets one to another value."""
+        """Replace a flag by the flags ``now``; record a problem if the job sets one of these differently."""
         old = self.given[flag]
         self.outcomes[flag] = Outcome(old, "megatron", " ".join(map(str, now)), why)
         for new in now:
@@ -262,7 +274,7 @@ class Job:
             self._out.pop(flag, None)
 
     def overrides(self, flag: str, new: Given, why: str = "") -> None:
-        """Replace the flag by ``new``, overriding the job's own value of that flag."""
+        """Replace a flag by ``new``. If the job also sets the new flag, that value is overridden."""
         old = self.given[flag]
         earlier = self.outcomes.get(flag)
         now = f"{earlier.now} {new}" if earlier and earlier.now else str(new)
@@ -277,7 +289,7 @@ class Job:
             del self._out[flag]
 
     def omits(self, flag: str, why: str) -> None:
-        """Remove a flag of Megatron that is redundant with another one."""
+        """Remove a flag of Megatron that another flag makes redundant."""
         if self._out.pop(flag, None) is not None and flag in self.given:
             self.outcomes[flag] = Outcome(self.given[flag], "unchanged", "", why)
 

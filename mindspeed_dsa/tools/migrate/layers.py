@@ -64,7 +64,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _nested(text: str) -> list[list[int]]:
-    """Parse the numbers of layers by stage and virtual stage: ``[[2,3],[3,2]]`` or ``[[1]*2]*4``."""
+    """Parse layer counts per stage and virtual stage, such as ``[[2,3],[3,2]]`` or ``[[1]*2]*4``."""
     stages: list[list[int]] = []
     for inner, times in re.findall(r"\[([\d,\s*]+)\](?:\s*\*\s*(\d+))?", text):
         counts: list[int] = []
@@ -75,7 +75,7 @@ def _nested(text: str) -> list[list[int]]:
 
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
-    """Write ``--moe-layer-freq`` as a pattern without no-op layers, which MindSpeed-LLM counts as layers."""
+    """Set ``--moe-layer-freq`` to a pattern of dense and MoE layers, without MindSpeed-LLM's no-op layers."""
     dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
     # 61 layers with 3 dense ones: ([0]*3+[1]*58).
     pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
@@ -111,7 +111,14 @@ def _one(flag: str, number: int) -> Given:
 
 
 def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
-    """Write layers per stage as flags for the first and last stage if possible, else as a layout."""
+    """Set the flags for layers of the first and last stage if they suffice, else a pipeline layout.
+
+    Args:
+        job: translation to add the flags to.
+        flag: original flag that the new ones replace.
+        stages: number of layers of each virtual stage, per stage.
+        why: sentence for the report.
+    """
     if LAYOUT in job:
         job.problems.append(
             f"{job.given[flag]} lays out the pipeline, and so does {job.given[LAYOUT]}: keep one"

@@ -54,7 +54,10 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 @cache
 def _kept() -> tuple[tuple[str, ...], dict[str, list[list[Any]]]]:
-    """Return the releases, and a dict from flag to variants: releases as bits, kind, other properties."""
+    """Return the recorded releases, and a dict from flag to its variants.
+
+    A variant is a list: string with a bit per release that has it, kind, other properties.
+    """
     kept = json.loads(RECORD.read_text(encoding="utf-8"))
     return tuple(kept["releases"]), kept["flags"]
 
@@ -96,9 +99,12 @@ def around(release: Version | None) -> list[str]:
 
 
 def lacks(flag: str, release: Version | None) -> str:
-    """Return text about the releases that have a flag if ``release`` (None: the newest) lacks it, else empty.
+    """Return text about the releases that have a flag if ``release`` lacks it, else an empty string.
 
-    For a release between two recorded ones, the older one counts.
+    Args:
+        flag: flag with dashes.
+        release: Megatron-LM release; None for the newest. A release between two recorded ones counts as the
+            older one.
     """
     having = record().get(flag)
     if having is None:

@@ -21,7 +21,7 @@ _ADAPTOR = re.compile(r"import (\w+\.)?megatron_adaptor|import mindspeed\.megatr
 
 
 def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[str, list[str]]:
-    """Return a dict from release to the script's flags that it lacks and problems that it has.
+    """Return a dict from release to the script's flags that it lacks, and to its problems with other flags.
 
     Args:
         flags: script's flags.

@@ -32,7 +32,7 @@ class Migrated:
         translation: translation of the script's flags.
         notes: sentences about skipped lines, Megatron-LM's release, and the Python script.
         text: text of the new script.
-        instead: advice for a script that does not start a training, which is not translated; else empty.
+        instead: advice on what to run instead, if the script does not start a training; else empty.
     """
 
     path: Path

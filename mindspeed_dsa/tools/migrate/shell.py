@@ -119,7 +119,7 @@ def assignments(text: str) -> list[tuple[str, int, int]]:
 
 
 def _tree(code: bytes) -> Node:
-    """Parse a script; byte positions in the tree are those in the script."""
+    """Parse a script into a syntax tree, whose byte positions refer to ``code``."""
     try:
         import tree_sitter_bash
         from tree_sitter import Language, Parser
@@ -178,7 +178,7 @@ def _text(node: Node, code: bytes) -> str:
 
 
 class _Script:
-    """State of the evaluation: variables so far, and the last command that starts a training."""
+    """Evaluates a script: keeps the values of its variables, and the last command that starts a training."""
 
     def __init__(self, code: bytes, notes: Sequence[str]) -> None:
         self.start: Start | None = None
@@ -240,7 +240,13 @@ class _Script:
         self._look([field for word in nodes for field in self._words(word)], nodes[0].start_byte, end)
 
     def _look(self, written: list[Field], start: int, end: int) -> None:
-        """Remember a command (bytes ``start`` to ``end``) if it starts a training."""
+        """Store a command in ``self.start`` if it starts a training.
+
+        Args:
+            written: words of the command, with variables as in the script.
+            start: first byte of the command.
+            end: byte after the command.
+        """
         # In `values` all variables are expanded; `written` keeps those without flags.
         values = [field for word in written for field in words.fields(words.computed(word))]
         place = _script([words.shown(word) for word in values])
@@ -288,7 +294,7 @@ class _Script:
         return words.fields(self._parts(node))
 
     def _joined(self, nodes: Iterable[Node]) -> Field:
-        """Evaluate words without splitting, as for an assignment."""
+        """Evaluate nodes to one word without splitting at blanks, as in an assignment."""
         parts = [part for node in nodes for part in self._parts(node, assigned=True)]
         return tuple(" " if part is None else part for part in parts)
 

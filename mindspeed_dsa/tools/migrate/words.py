@@ -42,7 +42,7 @@ def fields(items: Iterable[Item]) -> list[Field]:
 
 
 def split(field: Field) -> Iterator[Item]:
-    """Yield the parts of an unquoted value, split into words at blanks."""
+    """Split an unquoted value at blanks; yield its parts, with None between two words."""
     for part in field:
         if isinstance(part, Held):
             yield replace(part, quoted=False)
@@ -55,12 +55,12 @@ def split(field: Field) -> Iterator[Item]:
 
 
 def quoted(field: Field) -> Field:
-    """Return a value as if it were in quotes: one word, even if it is empty."""
+    """Return the field as a quoted value: it stays one word, even if it is empty."""
     return "", *(replace(part, quoted=True) if isinstance(part, Held) else part for part in field)
 
 
 def computed(field: Field) -> Iterator[Item]:
-    """Yield the parts of a word, with known values expanded."""
+    """Yield the parts of a word, with variables of known value expanded."""
     for part in field:
         if isinstance(part, str) or part.value is None:
             yield part
@@ -70,7 +70,7 @@ def computed(field: Field) -> Iterator[Item]:
 
 
 def inlined(field: Field, name: str) -> Field:
-    """Expand references of a variable to its own old value, as in ``X="$X --flag"``."""
+    """Return the new value of variable ``name``, with references to itself (``X="$X --flag"``) expanded."""
     itself = re.compile(rf"\$\{{?{name}(?!\w).*", re.DOTALL)
     parts = (
         part.value
@@ -82,7 +82,7 @@ def inlined(field: Field, name: str) -> Field:
 
 
 def value_text(field: Field) -> str:
-    """Return a value as text, with a null byte for each unknown part."""
+    """Return a value as text, with a null byte in place of each part that only a shell can evaluate."""
     parts = computed(quoted(field))
     return "".join(part if isinstance(part, str) else "\0" for part in parts if part is not None)
 

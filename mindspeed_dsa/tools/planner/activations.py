@@ -48,7 +48,7 @@ def in_forward(job: Job) -> bool:
 
 
 def of_loss(job: Job) -> float:
-    """Return the bytes kept by output projection and loss, without the projection's input."""
+    """Return the bytes of activations that output projection and loss keep; the input is not counted."""
     vocabulary, hidden, tokens = job.model.vocabulary / job.layout.tp, job.model.hidden, job.tokens
     if not job.features.chunked_loss:
         # The softmax in fp32; per token also a target mask (1 byte) and the masked target (8 bytes).
@@ -62,7 +62,7 @@ def of_loss(job: Job) -> float:
 
 
 def logits_at_once(job: Job) -> float:
-    """Return the bytes of temporary logits, in addition to the bytes of :func:`of_loss`."""
+    """Return the bytes of logits that exist only temporarily, which :func:`of_loss` does not count."""
     vocabulary, number = job.model.vocabulary / job.layout.tp, job.training.number
     if not job.features.chunked_loss:
         return number * job.tokens * vocabulary
@@ -221,7 +221,7 @@ class Layer:
             yield self._item("attention", square, *core, size=1)
 
     def _mlp(self, part: str, width: int, tags: tuple[str, ...]) -> list[Kept]:
-        """Return the tensors kept between the two linear layers; the norm's output is counted elsewhere."""
+        """Return the tensors that an MLP keeps from fc1's output on; its input is counted elsewhere."""
         tokens = self.n / self.t
         items = [self._item(part, (2 if self.model.gated else 1) * width * tokens, *tags)]
         if self.model.gated and not self.training.fused_glu:

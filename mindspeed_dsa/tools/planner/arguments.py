@@ -116,7 +116,7 @@ def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Raise an error for flags that Megatron or a feature rejects with every layout."""
+    """Raise an error for combinations of flags that Megatron or a feature rejects, whatever the layout."""
     problems = list(Sharing.of(options).problems(options.num_layers))
     if options.dsa_model is not None:
         problems += against_model(options, options.dsa_model)

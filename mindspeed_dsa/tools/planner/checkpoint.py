@@ -20,7 +20,7 @@ def size_of(command: Sequence[str], vocabulary: int | None = None) -> float | No
 
     Args:
         command: job's command line, whose first word may be its script.
-        vocabulary: number of padded embedding rows, if the tokenizer has been read.
+        vocabulary: padded vocabulary size, if the tokenizer has been read.
     """
     try:
         options, _, _ = flags.read(command)

@@ -58,7 +58,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
 
     Args:
         given: command line of the original job, script first if there is one; its layout flags are dropped.
-        job: found job, with the model of ``given``.
+        job: job that the search found, with the same model as the original job.
 
     Returns:
         Command line words: the remaining words of ``given``, then flags for layout, micro-batch and
@@ -136,7 +136,7 @@ def groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def shown(words: Sequence[str], indent: str = "    ", width: int = _WIDTH) -> list[str]:
-    """Break a shell command into lines continued by backslashes, without separating flags and values."""
+    """Return a shell command as lines joined by backslashes; a flag and its values stay on one line."""
     lines = [indent.rstrip("\n")]
     for group in groups(words):
         text = shlex.join(group)

@@ -94,14 +94,14 @@ class _Rank:
     # -- tensor parallel group ----------------------------------------------------------------
 
     def _tp(self, collective: Collective, what: str, width: float, when: str, size: int = 0) -> Transfer:
-        """Return a TP collective over ``width`` elements for every token of the microbatch."""
+        """Return a TP collective whose tensor has ``width`` elements per token of the microbatch."""
         ranks = self.layout.tp
         # TP 8, 4096 tokens of width 7168 in bf16: 4096 x 7168 x 2 x 7 / 8 bytes = 49 MiB for an all-gather.
         nbytes = self.n * width * (size or self.e) * (ranks - 1) / ranks
         return Transfer("TP", collective, what, nbytes * (2 if collective == "all-reduce" else 1), when)  # type: ignore[arg-type]
 
     def _column(self, what: str, width: float, again: bool = True) -> Iterator[Transfer]:
-        """Yield a column-parallel layer's collectives; with ``again``, backward gathers the input too."""
+        """Yield a column-parallel layer's collectives; with ``again``, backward all-gathers the input too."""
         if not self.sequence:
             # Every rank has the full input; only its gradient is summed over the ranks' columns.
             yield self._tp("all-reduce", what, width, "backward")
@@ -160,7 +160,7 @@ class _Rank:
                 yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
 
     def _needs_index(self, kind: LayerKind) -> bool:
-        """Return whether the indexer runs: for its loss, or to select keys of a sequence longer than topk."""
+        """Return whether the layer's indexer runs: it has a loss, or sequences are longer than ``topk``."""
         return kind.selects and (self.model.index_loss or self.job.sequence > self.model.topk)
 
     # -- experts ------------------------------------------------------------------------------

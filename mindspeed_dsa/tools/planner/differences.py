@@ -147,7 +147,7 @@ class Way:
 
 
 def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
-    """Return the effect of each of :data:`MEMORY_FLAGS`, and then of a combination if that fits better.
+    """Return the effect of each flag that saves memory, then of a combination of flags if it fits better.
 
     Args:
         before: plan that does not fit.

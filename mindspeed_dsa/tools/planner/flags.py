@@ -242,7 +242,10 @@ def _mentioned(made: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 def sorted_out(others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split flags unknown to the planner into :data:`NOT_PLANNED`, and the rest with spelling hints."""
+    """Split flags that the planner does not read into those in :data:`NOT_PLANNED` and the others.
+
+    The others are returned with a hint if a flag of the planner has a similar name.
+    """
     names = list(dict.fromkeys(word.partition("=")[0] for word in others))
     missed = [name for name in names if name[2:] in NOT_PLANNED]
     rest = []

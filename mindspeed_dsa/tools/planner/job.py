@@ -36,7 +36,7 @@ class Model:
 
     Attributes:
         vocabulary: padded vocabulary size.
-        pattern: flag for each layer, true if it has experts.
+        pattern: bool per layer, true if the layer has experts.
         gated: whether MLPs use SwiGLU, which doubles the width of the first matrix.
         bias: whether linear layers have a bias.
         qkv_bias: whether the projection to query, key and value has a bias.
@@ -177,7 +177,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of parts into which context and sequence parallelism divide a sequence."""
+        """Number of equal parts into which context and sequence parallelism split a sequence."""
         return self.cp * (self.tp if self.sequence else 1)
 
     @property
@@ -286,15 +286,15 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of this library that change a plan.
+    """Values of the features' flags that change a plan.
 
     Attributes:
         by_length: whether sequences of at most ``topk`` tokens use the naive instead of the absorbed form.
-        virtual: GiB of optimizer moments in mapped host memory, per pipeline rank or one value for all ranks;
-            inf for all moments.
+        virtual: GiB of optimizer moments in mapped host memory, per pipeline rank, or one value for all; inf
+            moves all moments.
         norm_layers: number of layers per rank with recomputed norms; None for all. Likewise ``act_layers``
             and ``swap_layers``.
-        swap_auto: whether only as much is swapped as computation hides.
+        swap_auto: whether to swap only as many activations as can be copied during computation.
         swap_bytes: largest number of swapped bytes on the host at one time, per rank.
         swap_shares: share of the swappable bytes that each pipeline rank swaps; empty for all.
         pairs: whether forward and backward of two microbatches overlap (``--moe-fb-overlap``).

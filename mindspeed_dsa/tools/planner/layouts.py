@@ -20,7 +20,7 @@ def least_devices(layout: Layout) -> int:
 
 
 def placed(layout: Layout, devices: int | None) -> Layout:
-    """Return the layout with the data parallel size that uses all devices.
+    """Return a copy of the layout with the data parallel size at which the job uses all devices.
 
     Raises:
         SettingsError: the number of devices is not a multiple of :func:`least_devices`.
@@ -38,7 +38,7 @@ def placed(layout: Layout, devices: int | None) -> Layout:
 
 
 def _smaller(layout: Layout, devices: int) -> str:
-    """Return the largest layout that works on ``devices`` and whose group sizes divide the layout's own."""
+    """Return the largest layout for ``devices`` in which each group size divides the one in ``layout``."""
 
     def divisors(number: int) -> list[int]:
         return [size for size in range(1, number + 1) if number % size == 0]
@@ -55,7 +55,7 @@ def _smaller(layout: Layout, devices: int) -> str:
 
 
 def check(job: Job, any_number: bool = False) -> None:
-    """Raise an error that lists all problems of the layout that Megatron would report later.
+    """Raise if Megatron would reject the layout; the error lists all problems.
 
     Args:
         job: planned job.
@@ -146,7 +146,7 @@ def _splits(layout: Layout, model: Model) -> Iterator[Layout]:
 
 
 def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
-    """Yield layouts with other numbers of layers on the first and last pipeline rank, the most even ones.
+    """Yield the most even layouts that set the numbers of layers of the first and last pipeline rank.
 
     If layers share selections, every chunk begins with a layer that selects keys.
     """

@@ -90,7 +90,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Memory-saving features that apply to one layer, given the limits ``--...-num-layers``."""
+    """Memory-saving features that apply to one layer; flags such as ``--...-num-layers`` limit the layers."""
 
     norm: bool
     act: bool
@@ -180,7 +180,7 @@ class _Kinds:
         return max(self.written(kind) for kind in self.all)
 
     def written(self, kind: LayerKind, *tags: str) -> float:
-        """Return the bytes of a layer's activations without recomputation; with ``tags``, of those only."""
+        """Return the bytes of a layer's activations without recomputation: all, or those with given tags."""
         if (kind, tags) not in self.sums:
             wanted = [item for item in self.all[kind] if not tags or item.tags & set(tags)]
             self.sums[kind, tags] = sum(item.nbytes for item in wanted)
@@ -363,7 +363,7 @@ def _messages(job: Job, rank: int) -> float:
 
 
 def _copies_its_input(job: Job, full: bool) -> bool:
-    """Return whether a stage's received input is kept in addition to the copies that its first norm keeps."""
+    """Return whether a stage keeps its received input in addition to the copies that its first norm keeps."""
     recomputed = job.features.recompute_norm or "layernorm" in job.training.modules
     return job.training.bf16 and not (job.training.kernels or full or recomputed)
 

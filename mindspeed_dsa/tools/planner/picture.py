@@ -59,7 +59,7 @@ _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
 
 def colour(part: str) -> tuple[float, float, float]:
-    """Return the colour of a part of the model, the same for its activations and its time.
+    """Return the colour for a part of the model, used in both the memory bars and the time bar.
 
     Args:
         part: name of a row of the memory table, or of a part of the step's time.

@@ -130,7 +130,7 @@ def verdict(worst: RankMemory, device: Device) -> str:
 
 
 def on_node(ranks: Sequence[RankMemory], job: Job, device: Device) -> float:
-    """Return the most host bytes on a node: each of its devices has the pipeline rank that needs most."""
+    """Return an upper bound of a node's host bytes, with the largest pipeline rank on all of its devices."""
     return max(each.host for each in ranks) * min(device.host_devices, job.layout.devices)
 
 

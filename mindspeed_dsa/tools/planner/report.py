@@ -65,13 +65,13 @@ def _head(plan: Plan) -> str:
 
 
 def too_much(plan: Plan) -> str:
-    """Return text for a plan that does not fit: excess GiB on the device, or that the host is too small."""
+    """Return text that names the missing memory of a plan: excess GiB on the device, or too small a host."""
     excess = plan.worst.total / GIB - (plan.device.memory - plan.device.reserve)
     return f"{excess:.1f} too much" if excess > 0 else "the device has room, a node's host has not"
 
 
 def _fitting(plan: Plan) -> str:
-    """Return text about the number of devices on which the layout fits, if at most 8 times the job's."""
+    """Return text with the smallest number of devices on which the layout fits, if at most 8x the job's."""
     devices = plan.job.layout.devices
     if plan.fits or plan.fitting is None or plan.fitting > _FEW_MORE * devices:
         return ""
@@ -172,7 +172,7 @@ def _of_ranks(plan: Plan) -> str:
 
 
 def memory_rows(plan: Plan) -> dict[str, list[float]]:
-    """Return a dict from row of the report to the bytes of each rank."""
+    """Return a dict from row of the report's memory table to the bytes on each pipeline rank."""
     rows: dict[str, list[float]] = {
         "weights": [rank.weights + rank.buffers for rank in plan.ranks],
         "gradients": [rank.gradients for rank in plan.ranks],

@@ -118,7 +118,7 @@ def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) 
 
 
 def _enough(job: Job) -> int:
-    """Return a number of microbatches after which the schedule only repeats, so that it contains the peak."""
+    """Return a number of microbatches that suffices to reach the memory peak; further ones only repeat."""
     layout, features = job.layout, job.features
     later = layout.pp if features.split else 0
     if layout.v_shaped:

@@ -154,7 +154,10 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
 
 
 def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
-    """Return the plan with the cheapest features that make it fit, or the bytes needed with all."""
+    """Return the plan with the cheapest memory-saving features with which it fits.
+
+    If it does not fit with all of them, return the bytes that it then needs.
+    """
     tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
     # If even all measures together are not enough, none of them needs a try.
     least = _worst(memory.of_job(_with(job, *tried[-1]), allocator))

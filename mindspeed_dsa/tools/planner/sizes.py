@@ -32,7 +32,7 @@ class Weight:
     Attributes:
         part: one of :data:`PARTS`.
         numbers: number of parameters in the whole model.
-        cut: ranks over which the weight is split: tensor parallel, expert parallel, or none.
+        cut: kind of parallelism that splits the weight: tensor parallel, expert parallel, or none.
         summed: whether gradients of replicas on TP ranks are summed, because under sequence parallelism each
             replica sees only a part of the tokens.
         averaged: whether gradients of replicas on TP ranks are averaged, although all are equal.
@@ -52,7 +52,7 @@ class Weight:
 
 
 def whole(part: str, numbers: int) -> Weight:
-    """Return a weight that is replicated on every tensor parallel rank, and whose gradients are summed."""
+    """Return a :class:`Weight` that TP ranks replicate and for which they sum gradients."""
     return Weight(part, numbers, "whole", summed=True)
 
 
@@ -170,7 +170,7 @@ def rank_weights(job: Job) -> list[list[Weight]]:
 
 @lru_cache(maxsize=16)
 def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
-    """Return each pipeline rank's weights. ``whole_proj``: TP ranks do not split output projections."""
+    """Return each pipeline rank's weights; with ``whole_proj``, output projections are not split by TP."""
     held = layouts.chunks(layout, model)
     ranks: list[list[Weight]] = []
     for rank, rank_chunks in enumerate(held):
@@ -195,7 +195,7 @@ def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight
 
 
 def by_part(weights: Iterable[Weight], layout: Layout | None = None) -> dict[str, float]:
-    """Return a dict from part to number of parameters; with ``layout``, on one rank."""
+    """Return a dict from part to number of parameters: unsplit, or with ``layout`` on one rank."""
     sums: dict[str, float] = {}
     for weight in weights:
         numbers = weight.numbers if layout is None else weight.on_rank(layout)

@@ -236,7 +236,12 @@ class Estimate:
         self.hidden: dict[str, float] = {}
 
     def step(self, simulated: bool = True) -> StepTime:
-        """Return the step's time, from a simulated schedule or from the slowest stage."""
+        """Estimate the time of one training step.
+
+        Args:
+            simulated: whether to simulate the pipeline schedule, instead of computing the time from the
+                slowest stage.
+        """
         layout = self.job.layout
         ranks = [self._rank(rank) for rank in range(layout.pp)]
         busiest = max(ranks, key=lambda each: sum(each[1].values()) + each[3])
@@ -256,7 +261,7 @@ class Estimate:
         return StepTime(total, {k: v for k, v in parts.items() if v > 0}, dict(self.hidden))
 
     def _rank(self, rank: int) -> tuple[list[Stage], dict[str, float], dict[str, float], float]:
-        """Return a rank's stages, seconds by part during the schedule and after it, and the sum after it."""
+        """Return a rank's stages, its seconds by part in the schedule and after it, and the latter's sum."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
         transfers = self.transfers[rank]
@@ -296,7 +301,7 @@ class Estimate:
         return stages, parts, at_end, sum(at_end.values())
 
     def _recompute_share(self, rank: int) -> float:
-        """Return the share of a forward that its backward recomputes."""
+        """Return the fraction of a forward's time that the backward spends on recomputation, 0 to 1."""
         training, layout = self.job.training, self.job.layout
         if training.full < 0:
             return 1.0
@@ -308,7 +313,7 @@ class Estimate:
         return min(1.0, sum(shares.get(name, 0.0) for name in training.modules))
 
     def _memory_bound(self, rank: int) -> float:
-        """Return a microbatch's seconds of memory-bound operations: norms, activation functions, copies."""
+        """Return the seconds that a microbatch spends on norms, activation functions and copies."""
         memory = self.memory[rank]
         return (PASSES * memory.written + memory.repeated) / (self.device.hbm * 1e9)
 
@@ -325,7 +330,7 @@ class Estimate:
         parts_of: Sequence[tuple[dict[str, float], dict[str, float]]],
         parts: dict[str, float],
     ) -> float:
-        """Return a rank's seconds of exposed communication in all microbatches; add them to ``parts``."""
+        """Return the seconds of communication that a rank does not hide, and add them to ``parts``."""
         features, count = self.job.features, self.job.microbatches
         exposed = 0.0
         index = 0 if when == "forward" else 1

@@ -92,7 +92,7 @@ class _Numbers:
             yield self._by_columns(model.heads * (model.nope + model.value))
 
     def _indexer(self) -> Iterator[float]:
-        """Yield the sizes of the indexer's inputs and output gradients, which each TP rank holds in full."""
+        """Yield the sizes of the indexer's inputs and output gradients, which TP does not split."""
         model, half = self.model, self.job.training.number == 2
         if self.job.layout.sequence:
             yield self.n * model.hidden

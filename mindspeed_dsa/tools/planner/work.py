@@ -23,7 +23,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one part for one microbatch.
+    """FLOPs of one part of the model for one microbatch.
 
     Attributes:
         forward: FLOPs of a forward.
@@ -42,7 +42,7 @@ class Work:
     weights: float = 0.0
 
     def times(self, factor: float, part: str = "") -> Work:
-        """Return a copy multiplied by a factor, and renamed to ``part`` if given."""
+        """Return a copy with all numbers multiplied by ``factor``, and with the name ``part`` if given."""
         numbers = (self.forward * factor, self.backward * factor)
         rest = (self.moved * factor, self.weights * factor)
         return Work(part or self.part, *numbers, self.kind, *rest)
@@ -62,7 +62,7 @@ def selected_pairs(length: int, topk: int) -> float:
 
 
 def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
-    """Return the FLOPs of one (query, key) pair in all heads, forward and backward.
+    """Return the forward and the backward FLOPs of one (query, key) pair, summed over all heads.
 
     Forward multiplies with key and value. Backward recomputes scores: three products with the key, two with
     the value.
@@ -99,7 +99,7 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
 
 
 def layer(job: Job, kind: LayerKind) -> list[Work]:
-    """Return the FLOPs of one layer for one microbatch on one rank, by part."""
+    """Return one :class:`Work` for each part of a layer, for one microbatch on one rank."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)

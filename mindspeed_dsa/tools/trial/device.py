@@ -56,7 +56,7 @@ _SAME = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Precision and switches of one trained model.
+    """One run of the device test: precision of the model, and switches.
 
     Attributes:
         name: name in the printed results.

@@ -72,7 +72,7 @@ class Sequences:
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of a step, int64 ``[1, length]`` each; after its end the text repeats."""
+        """Return a step's tokens and labels, int64 ``[1, length]`` each. The text is read cyclically."""
         start = step * self.length
         positions = torch.arange(start, start + self.length + 1) % self._tokens.numel()
         row = self._tokens[positions].long()
@@ -143,7 +143,7 @@ def fill(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def answers() -> Iterator[TextIO]:
-    """Yield the original standard output for answers, and redirect all other prints to standard error."""
+    """Yield the real standard output for JSON results, and redirect all other prints to standard error."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers_file:
         # Redirect file descriptor 1 itself: C++ code prints there without Python's sys.stdout.
         os.dup2(2, 1)
