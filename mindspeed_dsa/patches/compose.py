@@ -28,9 +28,9 @@ _homes: set[str] = set()
 
 
 def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
-    """Mark a ``(original, context)`` decorator that reads only a part of its context.
+    """Mark a ``(original, context)`` decorator whose wrapper depends on only a part of the context.
 
-    If several features claim the decorator for one target and their parts are equal, it is applied once.
+    Several features may declare the decorator for one target. Features with equal parts share one wrapper.
 
     Args:
         part: function from a context to the part that the decorator reads, which must be hashable.
@@ -44,7 +44,7 @@ def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
 
 
 def identity(decorate: Any, context: Any) -> Any:
-    """Return a key that is equal for contexts with which the decorator builds the same wrapper."""
+    """Return a key of the context; with equal keys, ``decorate`` builds the same wrapper."""
     if not _takes_context(decorate):
         return None
     part = getattr(decorate, "_depends_on", None)
@@ -52,7 +52,7 @@ def identity(decorate: Any, context: Any) -> Any:
 
 
 def with_context(decorate: Any, context: Any) -> Decorator:
-    """Bind ``context``; returns ``decorate`` itself if it takes no context."""
+    """Return ``decorate`` with its second argument bound to ``context``, if it takes a second argument."""
     if not _takes_context(decorate):
         plain: Decorator = decorate
         return plain
@@ -98,7 +98,7 @@ def compose(
     wrappers: Sequence[tuple[str, Decorator]],
     place: tuple[str, str] | None = None,
 ) -> Any:
-    """Build the replacement of ``raw``, wrapped in the same kind of descriptor.
+    """Build the function to install in place of ``raw``, in the same kind of descriptor (e.g. staticmethod).
 
     Args:
         raw: object in its owner's ``__dict__``, descriptors included.
@@ -205,7 +205,7 @@ def _in_descriptor(raw: Any, function: FunctionType) -> Any:
 
 
 def parts(composed: Any, original: Any) -> Iterator[Any]:
-    """Yield the objects of a composed patch (wrappers, closures) through which it holds ``original``."""
+    """Yield the wrappers and closures inside a composed patch that refer to ``original``."""
     # These are the descriptor, the decorators' functions and their closures, and the containers and
     # instances of the implementation's own classes in those closures. Module-level functions are no part of
     # the patch.

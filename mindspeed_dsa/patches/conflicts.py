@@ -43,12 +43,12 @@ def contradictions(site: Site) -> str:
 
 
 def _decision(claim: Claim) -> Any:
-    """Return a key that is equal for claims that install the same object; for factories, per context."""
+    """Return a key that is equal for claims that install the same object. A factory has one per context."""
     return claim.patch.kind, claim.patch.impl, id(claim.context) if claim.patch.factory else None
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:
-    """Return the keys that identify a patched object, to detect a second patch under another name."""
+    """Return keys for the site's target and object, with which :func:`clash` finds a second patch."""
     # The keys contain ids, which stay valid because the site keeps the objects alive.
     claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
     moved = site.moved()
@@ -61,7 +61,12 @@ def places_of(site: Site) -> list[tuple[str, int, Any]]:
 
 
 def clash(site: Site, places: Mapping[Any, Site]) -> str:
-    """Describe the other site that already patches the same object, or return an empty string."""
+    """Return a message if another site already patches the same object, else an empty string.
+
+    Args:
+        site: site to check.
+        places: dict from key (see :func:`places_of`) to the site that has it.
+    """
     # Otherwise the second patch would silently stack on the first, or never be reached.
     wanted = [("place", id(site.owner), site.slot)]
     if isinstance(site.owner, ModuleType) and site.moved() is not None:

@@ -29,7 +29,7 @@ FATAL: frozenset[State] = frozenset({"missing", "parameter"})
 
 
 def is_change(note: str) -> bool:
-    """Return whether a site's note reports a function that the fork changed."""
+    """Return whether a note in a site's report says that the fork has changed the target."""
     return note.startswith((_CHANGED, _UNKNOWN))
 
 

@@ -153,7 +153,7 @@ def _one_level(
 
 
 def _step(path: _Path, holder: Any, modules: Mapping[int, str]) -> str | _Path | None:
-    """Return the holder's name, or for a container a longer path; ``None`` for a holder that is harmless."""
+    """Return the holder's name, the path extended by a container, or ``None`` for a harmless holder."""
     child = path[-1]
     if is_a(holder, _IGNORED):
         return None

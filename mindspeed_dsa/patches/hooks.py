@@ -25,7 +25,7 @@ def namespace(module: Any) -> dict[str, Any] | None:
 
 
 def execution(name: str) -> Any:
-    """Return the module's spec, which identifies its last execution because a reload replaces it."""
+    """Return a module's ``__spec__``. A reload creates a new spec, so it identifies one execution."""
     return (namespace(sys.modules.get(name)) or {}).get("__spec__")
 
 

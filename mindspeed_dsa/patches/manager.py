@@ -251,7 +251,7 @@ class PatchManager:
     # -- finalize ------------------------------------------------------------------------------
 
     def finalize(self, thorough: bool = False) -> None:
-        """Verify every site. Call it right before the model is built.
+        """Verify that every patch is installed and reached by calls. Call it right before building the model.
 
         Args:
             thorough: whether to search for references to originals also at sites with ``stale="report"``. The
@@ -287,7 +287,7 @@ class PatchManager:
         self._undo_if_failed()
 
     def _renew(self) -> None:
-        """Reset sites to pending if callers no longer reach their patch.
+        """Set the state of sites back to pending if calls of the target no longer reach the patch.
 
         A reloaded module gets a new site. The old site stays patched until undo, because the old module's
         objects may still be in use. The patch of an inherited method is composed again if its base class has
@@ -351,7 +351,7 @@ class PatchManager:
                 site.release()
 
     def covered(self) -> list[Covered]:
-        """Return other libraries' objects at patched targets, see :class:`Covered`."""
+        """Return the other libraries' objects below or above our patches, see :class:`Covered`."""
         with self._lock:
             self._refresh()
             replaced = [

@@ -31,12 +31,12 @@ def load(dotted: str) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """One target, all features' patches of it, and the object composed from them.
+    """One patch target, the patches that all features declare for it, and the object composed from these.
 
     Attributes:
         owner: module, class or dictionary that holds the target.
         original: value in the owner's own dictionary; ``ABSENT`` if inherited or new.
-        raw: value in the owner's dictionary or a base class's, without unwrapping descriptors.
+        raw: original value in the dictionary of the owner or of a base class, without unwrapping descriptors.
         installed: object that the engine installed, or will install.
         execution: identity of the module execution that was patched, see ``hooks.execution``.
         rebound: names in other modules (``from x import y``) that were rebound from the original to the
@@ -44,7 +44,7 @@ class Site:
         stale: objects that still hold the original (after undo: the patch) and cannot be rebound, for example
             closures.
         stack: names of the composed implementations, innermost first.
-        left: after undo, weak reference to the patch, which other code may still hold.
+        left: weak reference to the undone patch, to find other code that still holds it.
     """
 
     claims: list[Claim]
@@ -63,7 +63,7 @@ class Site:
 
     @property
     def patch(self) -> Patch:
-        """First patch of the site, for target and key, which all its patches share."""
+        """First patch of the site. All patches of a site have the same target and key."""
         return self.claims[0].patch
 
     @property
@@ -108,15 +108,15 @@ class Site:
 
     @property
     def traceable(self) -> bool:
-        """Return whether the installed object was made for this site, so that it identifies the site."""
+        """Return whether the installed object is unique to this site, so that its identity finds the site."""
         return self.composed or (self.patch.kind == "value" and is_a(self.installed, FunctionType))
 
     # -- before --------------------------------------------------------------------------------
 
     def locate(self) -> str:
-        """Find the owner and object in the imported module.
+        """Find the target and its owner in the imported module.
 
-        Looks into the dictionaries along the MRO, never through descriptors.
+        The search reads the dictionaries of the classes along the MRO, so no descriptor is called.
 
         Returns:
             Description of the problem, or an empty string.
@@ -150,16 +150,16 @@ class Site:
         return hooks.resolve(self.patch.module, ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
-        """Import the implementations of all claims. Runs other code, so the caller must hold no lock."""
+        """Import the implementations of all claims. Imports run foreign code, so the caller holds no lock."""
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:
-        """Return whether a patch must wait, because its implementation's module is still being imported."""
+        """Return whether the module of any implementation is still being imported, so the site must wait."""
         modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
         return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
 
     def inherit(self, composed: Mapping[Any, Site]) -> None:
-        """If the target is an inherited method that is patched in a base class, wrap that patch.
+        """If the target is a method inherited from a patched base class, wrap the base class's patch.
 
         Args:
             composed: map from ``(id(owner), slot)`` to the sites that are installed before this one.
@@ -219,7 +219,7 @@ class Site:
         return None
 
     def linked(self) -> tuple[Any, Any] | None:
-        """Return ``(original, patch)`` if other modules may have imported them by name, else ``None``."""
+        """Return ``(original, patch)`` if other modules may hold the original by name, else ``None``."""
         if self.patch.kind == "entry" or not callable(compose.underlying(self.raw)):
             return None  # unrelated code shares constants, so their identity says nothing
         if isinstance(self.owner, ModuleType):
@@ -229,10 +229,10 @@ class Site:
         return None
 
     def moved(self) -> tuple[Any, Any] | None:
-        """Return :meth:`linked` if names bound to the original must be rebound to the patch, else ``None``.
+        """Return ``(original, patch)`` if other modules' names must be rebound from one to the other.
 
-        Names are not rebound if the target is an inherited method, which belongs to the base class, or a
-        function that the target's module only imports from another package.
+        Returns ``None`` for an inherited method, which belongs to the base class, and for a function that
+        the target's module only imports from another package.
         """
         linked = self.linked()
         if linked is None:
@@ -274,12 +274,12 @@ class Site:
         return vars(self.owner).get(self.slot, ABSENT)
 
     def executed_again(self) -> bool:
-        """Return whether the module has been reloaded or imported again since it was patched."""
+        """Return whether the target's module was reloaded or imported again after the patch."""
         now = hooks.execution(self.patch.module)
         return now is not None and now is not self.execution
 
     def base_has_changed(self) -> bool:
-        """Return whether the target is an inherited method that has been replaced in a base class since."""
+        """Return whether the target is an inherited method that a base class has replaced after the patch."""
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return False
         bases = (vars(base) for base in self.owner.__mro__[1:])
@@ -287,7 +287,7 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Return whether calls no longer reach the patch."""
+        """Return whether calls of the target no longer reach the patch."""
         # Other code either restored the original, or installed a function that does not call the patch. The
         # latter is accepted if every patch of the site sets stale="report".
         if self.state != "foreign":
@@ -301,7 +301,7 @@ class Site:
         return not reach.reaches(live, self.installed)
 
     def refresh(self) -> None:
-        """Update the state after other code replaced the patch, or put it back."""
+        """Set state and reason if other code has replaced the installed patch, or reinstalled it."""
         if self.state not in ("applied", "foreign"):
             return
         live = self.live()
@@ -344,16 +344,16 @@ class Site:
         self.state, self.reason = "undone", ""
 
     def can_be_told_by(self, name: str) -> bool:
-        """Return whether a module-level name bound to the installed object was imported from the target.
+        """Return whether a module that binds ``name`` to the installed object imported it from the target.
 
-        An object that is installed as a ``value`` may be imported from its own module as well. Then only the
-        target's name, if it differs from the object's own, shows that it came from the target.
+        Other modules may also import a ``value`` patch's object from the module that defines it. Then only
+        a ``name`` equal to the target's name, and unlike the object's own, shows the import from the target.
         """
         own_name = getattr(self.installed, "__name__", None)
         return self.traceable or name == self.slot != own_name
 
     def release(self) -> None:
-        """Drop the references of an undone site; keep only a weak one to the patch."""
+        """Drop the undone site's references to original, patch and owner; keep a weak one to the patch."""
         if self.traceable and is_a(compose.underlying(self.installed), FunctionType):
             self.left = weakref.ref(compose.underlying(self.installed))
         self.owner = self.execution = None
@@ -368,7 +368,7 @@ def _named(thing: Any) -> str:
 
 
 def _at_home(thing: Any, package: str) -> bool:
-    """Return whether a callable was defined in ``package``, or does not record where it was defined."""
+    """Return whether a callable was defined in ``package``; also True if its ``__module__`` is unknown."""
     says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
     if not says and "__module__" not in getattr(thing, "__dict__", ()):
         return True  # an instance's __module__ is the module of its class

@@ -43,8 +43,8 @@ class Patch:
         factory: whether ``impl`` is a function that is called once with the claim's context and returns the
             object to assign. Not for ``wrap``: a decorator gets the context if it takes a second positional
             parameter.
-        in_place_of: calls for which a ``wrap`` computes the result without calling the original, in words,
-            for example "layers with DSA". A fork's change to the function is lost for these calls.
+        in_place_of: description of the calls for which a ``wrap`` does not call the original, for example
+            "layers with DSA". A fork's change to the original has no effect on these calls.
     """
 
     target: str

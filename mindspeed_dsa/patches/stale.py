@@ -75,7 +75,7 @@ def rebind_back(sites: Sequence[Site]) -> None:
 
 
 def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
-    """Rebind the names that were recorded when the patches were installed.
+    """Rebind the names recorded at installation from the patches to the originals.
 
     Returns:
         Mapping from the ``id`` of a patch to the sites that installed it, with their originals.
@@ -93,7 +93,7 @@ def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
 
 
 def _held_elsewhere(sites: Sequence[Site]) -> list[Any]:
-    """List the patches that other objects than their sites hold, so that a name may be bound to them."""
+    """List the patches that have references from outside of the engine, perhaps from module-level names."""
     traceable = list({id(patch): patch for patch in (_patch(s) for s in sites if s.traceable)}.values())
     patches = [patch for patch in traceable if patch is not None]
     traceable.clear()  # references from this list would count as foreign
@@ -109,7 +109,7 @@ def _patch(site: Site) -> Any:
 
 
 def forget_compiled() -> None:
-    """Call ``torch._dynamo.reset`` if anything was compiled, so that it is compiled again with the patches.
+    """Call ``torch._dynamo.reset`` if torch compiled any code, so that torch recompiles it with the patches.
 
     Waits for a compilation in progress, so the caller must hold no lock.
     """
