@@ -86,12 +86,12 @@ class Requires:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Feature that cannot be on at the same time, with the reason and the remedy.
+    """Another feature that cannot be on together with the declaring feature, with reason and remedy.
 
     Attributes:
         feature: name of the other feature.
         why: reason and remedy, as a sentence.
-        switch: dest of the flag that conflicts, if only one option of the declaring feature does.
+        switch: dest of the only conflicting flag of the declaring feature; ``None`` if all of it conflicts.
     """
 
     feature: str
@@ -128,7 +128,7 @@ class Feature:
         flags: flags of the feature, the first one being its switch unless ``active`` decides. Megatron's
             flags that ``active`` or ``check`` read are listed too.
         patches: patches for the engine.
-        rows: function from the settings to the patches to apply; by default all of ``patches``.
+        rows: function that returns the patches to apply under given settings; default: all of ``patches``.
         requires, conflicts: requirements and conflicts, checked before anything is modified.
         active: function that decides from the settings whether the feature is on; by default: the first flag
             is true.

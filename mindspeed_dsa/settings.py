@@ -375,7 +375,7 @@ def _removed(api: Mapping[str, Any], environ: Mapping[str, str], argv: Sequence[
 
 
 def way_out(names: Iterable[str]) -> list[str]:
-    """Return a message with the replacement for each removed flag in ``names`` (with or without dashes)."""
+    """Return a message for each name of a flag that was removed, with the flag that replaces it."""
     flags = [name if name.startswith("--") else f"--{name}" for name in names]
     return [f"{flag} was removed: {REMOVED[flag]}" for flag in flags if flag in REMOVED]
 

@@ -220,7 +220,7 @@ def _await_no_fork() -> None:
 
 
 def _adopt(root: str) -> None:
-    """Start the session again for a fork's root package, before any module of the fork is executed."""
+    """Replace the session by one for the fork ``root``, before any module of the fork is executed."""
     global _fork
     with _lock:
         _fork = root

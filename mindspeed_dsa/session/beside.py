@@ -30,7 +30,7 @@ class Patcher:
     Attributes:
         name: library's name.
         packages: library's top-level packages, which are also its distribution names.
-        do: remedy, for messages.
+        do: advice to the user, for messages.
         engine: ``module:class`` with an attribute ``patches_info`` that lists the patched functions.
         flags: ``module:class`` with a method ``register_features_args`` that adds the library's flags to a
             parser.
@@ -69,7 +69,7 @@ _MEGATRONS = frozenset({"torch", "transformer_engine", "apex", "triton", "einops
 
 @dataclass(frozen=True)
 class Presence:
-    """Functions of another package at targets that this library patches.
+    """Patch targets of this library that another package has patched too.
 
     Attributes:
         package: top-level package that defines the functions.
@@ -152,7 +152,7 @@ def _loaded(dotted: str) -> Any:
 
 
 def present(root: str, covered: Iterable[Covered]) -> list[Presence]:
-    """Return the other packages that have functions at patched targets.
+    """Return the other packages that have patched targets of this library.
 
     Args:
         root: top-level package of Megatron.

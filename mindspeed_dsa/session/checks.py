@@ -57,7 +57,7 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
 
 
 def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Return a message for every required feature that is not on, with the flag that switches it on."""
+    """Return a message for every feature that is off although an active feature requires it."""
     # Separate from problems(), because a job may still switch the feature on later, from code.
     names = {feature.name for feature in active}
     return [
@@ -90,7 +90,7 @@ def _who(feature: Feature, settings: Settings) -> str:
 
 
 def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
-    """Yield a message for each flag with different values in the job's arguments and in the session.
+    """Yield a message for each flag whose value in the job's arguments differs from the session's value.
 
     Args:
         args: job's arguments.
@@ -124,7 +124,7 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
 
 
 def without_effect(flag: Flag, setting: Setting) -> str:
-    """Return a message for a variable that sets a Megatron flag which the job's arguments do not have."""
+    """Return a message: a variable sets a Megatron flag, but the job's arguments lack this flag."""
     return (
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, which this job does not "
         f"read; unset {flag.env}"
@@ -142,7 +142,7 @@ def for_megatron(armed: Settings) -> dict[str, Any]:
 
 
 def not_passed_on(armed: Settings) -> list[str]:
-    """Return a message for each Megatron flag set by a variable, for jobs that never read our variables."""
+    """Return a message for each Megatron flag set by a variable, if the job never reads our variables."""
     explicit = armed.chosen()
     return [
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "

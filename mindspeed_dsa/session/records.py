@@ -56,7 +56,7 @@ class Development:
 
 @dataclass(frozen=True)
 class Records:
-    """Dict from target label to a dict from release to facts; releases may include :data:`MAIN`."""
+    """Recorded facts about every patch target in every release; the branch :data:`MAIN` may count as one."""
 
     facts: Mapping[str, Mapping[str, TargetFacts]]
     main: Development | None = None
@@ -71,11 +71,11 @@ class Records:
         return self.main.version if self.main is not None and release == MAIN else release
 
     def of(self, patch: Patch, release: str) -> TargetFacts | None:
-        """Return the recorded facts, or ``None`` if this target was never read in this release."""
+        """Return the facts about a patch's target in a release, or ``None`` if they are not recorded."""
         return self.facts.get(patch.label, {}).get(release)
 
     def fingerprints(self) -> KnownSources:
-        """Return the fingerprints that the drift check compares with."""
+        """Return the targets' fingerprints, with which the drift check compares the installed sources."""
         return {
             target: {release: facts.fingerprint for release, facts in by_release.items() if facts.fingerprint}
             for target, by_release in self.facts.items()

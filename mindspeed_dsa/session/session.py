@@ -160,7 +160,7 @@ class Session:
         self._guard.arm()
 
     def finalize_once(self) -> None:
-        """Call :meth:`finalize`, unless it has been done since the patches were armed.
+        """Call :meth:`finalize` at the first model after :meth:`arm`; later calls do nothing.
 
         Raises:
             PatchError: a required patch failed. Raised again for every later model of the session.
@@ -214,7 +214,10 @@ class Session:
         self.checkpoint_size = previous.checkpoint_size
 
     def carry_on(self, previous: Session) -> None:
-        """Keep the mark that the settings are in the job's arguments, unless settings have changed."""
+        """Keep the previous session's record that the job's arguments contain the settings.
+
+        The record is dropped if the settings for Megatron's own flags have changed.
+        """
         ours, theirs = checks.for_megatron(self.settings), checks.for_megatron(previous.settings)
         self._told = previous._told and ours == theirs
 
@@ -286,7 +289,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
-    """Write the settings from ``sources`` into a job's arguments; skip Megatron flags that it lacks."""
+    """Write settings with an origin in ``sources`` into a job's arguments.
+
+    Megatron flags that the arguments lack are skipped.
+    """
     megatron = {flag.dest for flag in features.all_flags() if flag.megatron}
     for dest, setting in resolved.chosen().items():
         if setting.source in sources and (dest not in megatron or hasattr(args, dest)):

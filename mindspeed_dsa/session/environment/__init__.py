@@ -50,7 +50,7 @@ Found = tuple[EnvironmentCheck, Finding]
 
 
 def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
-    """Return texts about the communication that features and Megatron's flags hide behind computation."""
+    """Describe the communication that features, or Megatron's own flags, overlap with computation."""
     hidden = [f"{feature.overlaps} ({feature.name})" for feature in active if feature.overlaps]
     hidden += [
         f"{what} (--{name.replace('_', '-')})"
@@ -228,7 +228,7 @@ def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
 
 
 def newest(args: Any) -> tuple[int, float | None]:
-    """Return iteration and size of the newest checkpoint in the folder that a job saves to.
+    """Return iteration and size of the newest checkpoint in the job's ``--save`` folder.
 
     Returns:
         Iteration from which the job resumes (0 if it does not load from this folder), and the checkpoint's

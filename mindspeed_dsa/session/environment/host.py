@@ -22,7 +22,7 @@ _LOCKED = 64 * 2**20
 
 
 def find_threads(about: Surroundings) -> Iterator[Finding]:
-    """Check for more threads than processors: threads of one rank that spin take time from other ranks."""
+    """Check for more threads than processors: spinning threads of one rank then slow down other ranks."""
     machine, omp_threads = about.machine, about.variable("OMP_NUM_THREADS")
     if omp_threads and not omp_threads.isdigit():
         return

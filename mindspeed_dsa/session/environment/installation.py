@@ -39,7 +39,7 @@ _HELPERS, _BUILDER = "helpers_cpp", "pybind11"
 
 
 def find_copies(about: Surroundings) -> Iterator[Finding]:
-    """Check for a Megatron-core that hides another copy, or that has another copy's ``megatron.training``."""
+    """Check for two copies of Megatron-core on the path, and for a ``megatron.training`` of another copy."""
     if len(about.machine.megatrons) < 2:
         return
     # In the order of the search path, so the first copy is imported.
