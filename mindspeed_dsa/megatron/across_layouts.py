@@ -53,7 +53,7 @@ State = Mapping[str, Any]
 
 
 def load_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict``: convert state of another number of optimizers first."""
+    """Decorate ``ChainedOptimizer.load_state_dict``: convert state saved by another number of optimizers."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +97,12 @@ def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -
 
 
 def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
-    """Merge the state of one optimizer from sharded tensors and saved common values.
+    """Build the state of one optimizer from loaded tensors and the saved step counts and param groups.
 
     Args:
         part: optimizer.
-        own: state that was read for this optimizer: tensors, and the parameters of its groups.
-        saved: common state of each optimizer that was saved.
+        own: state loaded for this optimizer: its tensors, and the parameters of its groups.
+        saved: state that all ranks share (step count, param groups), of each saved optimizer.
         keys: keys that identify a param group.
     """
     common = {name: value for name, value in saved[0].items() if name not in _NOT_COMMON}
@@ -116,7 +116,6 @@ def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) 
     for here, parameters in zip(wanted, read, strict=True):
         group = {**_like(here, groups, keys), **parameters}
         # The saved group may be the other optimizer's, so keep this group's expert flag.
-        # The group keeps its own kind: the saved group may be the other optimizer's.
         if _EXPERTS in here:
             group[_EXPERTS] = here[_EXPERTS]
         if steps is not None:

@@ -1,7 +1,7 @@
 """Views of modules with overridden attributes, to be passed as ``self`` to Megatron's own methods.
 
-A Megatron method that needs only another submodule runs on a view with that submodule replaced, so its body
-need not be copied.
+To run a Megatron method with one submodule exchanged, it is called on a view with that submodule replaced.
+The method's body need not be copied.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def switched_off(module: Any, name: str) -> Iterator[None]:
 def activation_of(
     forward: Callable[..., Any], mlp: Any, bias: Tensor | None, kwargs: Mapping[str, Any]
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Build the part of ``MLP.forward`` between fc1 and fc2, including Megatron's fusions.
+    """Return a function for the part of ``MLP.forward`` between fc1 and fc2, including Megatron's fusions.
 
     Args:
         forward: Megatron's ``MLP.forward``.

@@ -45,7 +45,7 @@ class Batches:
         return self.most // (self.micro * self.replicas)
 
     def enlarged(self, microbatches: int) -> str:
-        """Return a Megatron flag, with its value, that gives every batch at least this many microbatches."""
+        """Return a flag, with its value, that gives each batch at least ``microbatches`` microbatches."""
         needed = microbatches * self.micro * self.replicas
         if not self.entries:
             return f"{self.flag} {needed}"

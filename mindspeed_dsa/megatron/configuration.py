@@ -15,7 +15,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def require(context: Context[Any], check: Check, *configurations: Any) -> None:
-    """Refuse configurations that the feature cannot be combined with.
+    """Run a feature's check on Megatron's configurations, and raise if it yields problems.
 
     Args:
         context: feature's context.

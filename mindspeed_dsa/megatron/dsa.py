@@ -105,7 +105,7 @@ class Options:
         absorb: whether MLA's absorbed form (attention over latents) may be used.
         absorb_always: whether the absorbed form is used for every sequence length.
         stage: stage of the indexer's training, one of :data:`STAGES`.
-        padding: padding of sequences that context parallel ranks do not divide.
+        padding: padding of sequences whose length is no multiple of the number of context parallel ranks.
         precision: precision of key selection, one of :data:`PRECISIONS`.
     """
 
@@ -124,7 +124,7 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Whether any part of Megatron's attention path is replaced."""
+        """Whether these options replace any step of Megatron's DSA attention."""
         return self.any_part or self.attends_densely
 
     @property
@@ -144,7 +144,7 @@ class Options:
 
     @property
     def all_ours(self) -> bool:
-        """Whether no part of the core attention runs Megatron's own code."""
+        """Whether indexer, attention and KL loss all run our operators."""
         return self.indexer and self.attention and self.kl_loss
 
     @classmethod
@@ -182,7 +182,7 @@ def absorb_wanted(settings: Any) -> bool:
 
 
 def shares_keys(config: Any, chosen: Options) -> bool:
-    """Return whether our all-gathers exchange keys between context parallel ranks, instead of Megatron's.
+    """Return whether our code, not Megatron's, all-gathers keys over context parallel ranks.
 
     Args:
         config: Megatron's configuration of the model.

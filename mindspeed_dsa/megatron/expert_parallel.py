@@ -50,13 +50,13 @@ def expert_tensor_ranks(args: Any) -> int:
 
 
 def check_experts(args: Any, flag: str) -> Iterator[str]:
-    """Refuse models without experts."""
+    """Yield a problem if the model has no experts."""
     if not number_of_experts(args):
         yield f"{flag}: the model has no experts; add --num-experts or omit {flag}"
 
 
 def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
-    """Refuse jobs whose MoE layers have no all-to-all between ranks.
+    """Yield a problem if the job's MoE layers have no all-to-all between ranks.
 
     Args:
         args: job's arguments, or a configuration.
@@ -90,7 +90,7 @@ def run_shared_expert(args: Any, flag: str) -> list[str]:
 
 
 def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[str]:
-    """Refuse arguments that a feature does not support, if they are set.
+    """Yield a problem for each argument that is set but that the feature does not support.
 
     Args:
         args: job's arguments, or a configuration.

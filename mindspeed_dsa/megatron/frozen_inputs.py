@@ -1,4 +1,4 @@
-"""Gradients for weights of checkpointed functions if no input requires a gradient.
+"""Reentrant checkpoints whose weights get gradients even if no input requires one.
 
 Autograd calls the backward of a reentrant checkpoint only if one of its inputs requires a gradient. After a
 frozen embedding none does, so the weights of a recomputed layer would get no gradient. In this case one input
@@ -58,7 +58,7 @@ def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_in_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that all its outputs require a gradient in the recomputation."""
+    """Wrap a function so that in the recomputation all its outputs require a gradient."""
     # Megatron's class passes a gradient to each output, which is an error for an output that depends on no
     # input or weight that requires one.
     has_run = False

@@ -1,4 +1,4 @@
-"""Access to sharded weights outside of their layer's call, or on another stream than the layer's own."""
+"""Access to sharded weights outside of their layer's forward, or on another stream than the layer's own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _apart: ContextVar[bool] = ContextVar("part that runs by itself", default=False)
 
 
 def hold(module: Any, holder: Callable[[], AbstractContextManager[None]]) -> None:
-    """Register a function that gathers a module's weights for submodules that run outside of its forward.
+    """Register a function that gathers a module's weights while its submodules run outside of its forward.
 
     Args:
         module: module that gathers its weights before its forward and reshards them after it.
@@ -77,7 +77,7 @@ def running() -> tuple[ref[Any], ...]:
 
 @contextlib.contextmanager
 def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
-    """Gather the weights of modules inside the block, outermost first, to recompute one part of a forward."""
+    """Gather the modules' weights inside the block, so that the block can recompute one part of a forward."""
     # With this flag FSDP2 does not prefetch the modules that would follow in a full forward.
     token = _apart.set(True)
     try:
@@ -100,17 +100,17 @@ def runs_apart() -> bool:
 
 
 def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
-    """Register a function that reduces the weight gradients computed after a model's backward.
+    """Register the function that reduces weight gradients which are computed after a model's backward.
 
     Args:
-        model: model, as the pipeline schedule gets it.
-        reduce: function to call when the gradients are complete.
+        model: model chunk that is passed to the pipeline schedule.
+        reduce: function that reduces the gradients, called when they are complete.
     """
     vars(model)[_REDUCTION] = reduce
 
 
 def reduce_late_gradients(model: Any) -> None:
-    """Call the function registered with :func:`on_late_gradients`, if any; else hooks did the reduction."""
+    """Call the function registered with :func:`on_late_gradients`; without one, hooks already reduced."""
     reduce = vars(model).get(_REDUCTION)
     if reduce is not None:
         reduce()

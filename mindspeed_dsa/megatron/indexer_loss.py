@@ -43,7 +43,7 @@ def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Calla
 
 
 def take_step_loss(megatron: Megatron) -> Tensor | None:
-    """Return the loss stored since the last call, a scalar, or ``None`` if the job has no such loss."""
+    """Return and clear the stored indexer loss of the current step, a scalar; ``None`` if none is stored."""
     return _kept.pop(megatron, None)
 
 
@@ -53,7 +53,7 @@ def part_of_loss(config: Any, share: float) -> Iterator[None]:
 
     Args:
         config: Megatron's configuration of the model; without an indexer nothing changes.
-        share: share of the microbatch's tokens that the block processes.
+        share: fraction of the microbatch's tokens that the block processes, 0 to 1.
     """
     # Each part's loss is a mean over its tokens: with shares 1/4 and 3/4, loss = 1/4 * part1 + 3/4 * part2.
     with weighing_loss(config, share * (getattr(config, _WEIGHT, None) or 0.0)):

@@ -1,7 +1,7 @@
-"""Linear layers and norms that a compiled graph can compute from their weights, without calling the module.
+"""Weights of linear layers and norms, to inline into compiled graphs instead of calling the modules.
 
-The module must be called if it does more than a matmul: it communicates, accumulates the weight gradient into
-``main_grad`` itself, has hooks, or is of an unknown class, such as one with an adapter.
+A module's own forward must run if it does more than a matmul or a norm: it communicates, accumulates the
+weight gradient into ``main_grad`` itself, has hooks, or is of an unknown class, such as one with an adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_dsa.parallel import weight_gradients
 
 
 class Norm(NamedTuple):
-    """Weights of a norm over the last dimension, for use in a compiled graph."""
+    """Weight, bias and epsilon of a norm over the last dimension, to inline into a compiled graph."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -45,7 +45,7 @@ NO_NORM = Norm(None, None, None, True, False)
 
 
 class Linear(NamedTuple):
-    """Weight ``[out, in]`` of a linear layer and its optional input norm, for use in a compiled graph."""
+    """Weight ``[out, in]`` of a linear layer and its optional input norm, to inline into a compiled graph."""
 
     weight: Tensor
     norm: Norm
@@ -64,7 +64,10 @@ def _classes(megatron: Megatron) -> tuple[Any, Any, Any]:
 
 
 def norm_of(module: Any, megatron: Megatron) -> Norm | None:
-    """Return the norm of a module for use in a compiled graph, or ``None`` if the module must be called."""
+    """Return the weights of a norm module, or ``None`` if a compiled graph cannot inline them.
+
+    ``None`` means that the module's own forward must run.
+    """
     if type(module) is _classes(megatron)[0]:
         return NO_NORM
     ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)
@@ -78,7 +81,10 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
 
 
 def linear_of(module: Any, megatron: Megatron) -> Linear | None:
-    """Return the linear layer of a module for use in a compiled graph, or ``None`` if it must be called."""
+    """Return the weights of a linear module, or ``None`` if a compiled graph cannot inline them.
+
+    ``None`` means that the module's own forward must run.
+    """
     weight = getattr(module, "weight", None)
     # DTensors and quantised weights have other types.
     if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
@@ -109,7 +115,7 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Return whether a module has hooks other than Megatron's waits for its weights, which are run now."""
+    """Return whether a module has hooks. Hooks that wait for its weights are run now, and do not count."""
     waits = module._forward_pre_hooks
     if waits and all(map(waits_for_weights, waits.values())):
         wait_for_weights(module)
@@ -124,7 +130,7 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Return whether other code computes the weight's gradient, or stores the weight in another format."""
+    """Return whether Megatron's FSDP manages the weight, or its gradient is deferred past the backward."""
     return "__fsdp_param__" in vars(weight) or weight_gradients.is_deferred(weight)
 
 
@@ -146,7 +152,7 @@ def _is_local(module: Any) -> bool:
 
 
 def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
-    """Return the weights of linear layers, or ``None`` if any of the modules must be called or has a norm."""
+    """Return the weights of linear modules, or ``None`` if one cannot be inlined or contains a norm."""
     weights = []
     for module in modules:
         linear = linear_of(module, megatron)

@@ -53,7 +53,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
-    """Mark the parameters for Megatron. With ``layernorm_zero_centered_gamma`` the weight is gamma - 1."""
+    """Mark parameters for sequence parallelism; if the weight stores gamma - 1, zero it and return True."""
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     zero_centered = bool(config.layernorm_zero_centered_gamma)
@@ -127,7 +127,7 @@ def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
-    """Fork the random state that all ranks of a tensor parallel group share."""
+    """Return a context in which all ranks of a tensor parallel group draw the same random numbers."""
     random = megatron("core.tensor_parallel.random")
     tracker = random.get_cuda_rng_tracker()
     if not tracker.is_initialized():

@@ -36,7 +36,7 @@ def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[st
 
 
 def timed(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of one call of ``work``. Collective: all ranks of the group start together."""
+    """Return the seconds that one call of ``work`` takes. Every rank of the group must call this function."""
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def timed(work: Callable[[], object], group: Any) -> float:
 
 
 def slowest(seconds: Mapping[Key, float], group: Any) -> dict[Key, float]:
-    """Return the maximum of each time over the ranks of the group (an all-reduce)."""
+    """Return each entry's maximum over the ranks of the group, found by an all-reduce."""
     import torch
     import torch.distributed as dist
 

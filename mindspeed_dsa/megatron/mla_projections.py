@@ -42,7 +42,7 @@ class Projections:
     documents: PackRows | None = None
 
     def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
-        """Return these projections for one call: with the documents of ``packed_seq_params``, if given.
+        """Return a copy for one forward call, with the documents of ``packed_seq_params`` if it is given.
 
         Args:
             packed_seq_params: Megatron's description of packed documents, or ``None``.
@@ -73,7 +73,7 @@ class Projections:
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 
     def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Apply a down-projection, gather the features of a split weight, and split them by ``sizes``."""
+        """Apply a down-projection, all-gather its features if TP splits them, and split them by ``sizes``."""
         projected, _ = projection(hidden_states)
         # Fewer features than expected: this rank has only its shard of them.
         if projected.size(-1) != sum(sizes):
@@ -101,7 +101,10 @@ class Projections:
         return layer.kv_layernorm(self.own_part(latent, hidden_states)), rotary_key
 
     def own_part(self, states: Tensor, hidden_states: Tensor) -> Tensor:
-        """Slice states of the whole sequence to the tokens of ``hidden_states``, this rank's under SP."""
+        """Return the part of ``states`` that covers the same tokens as ``hidden_states``.
+
+        ``states`` cover the whole sequence, or are already this part.
+        """
         if states.size(0) == hidden_states.size(0):
             return states
         scatter = self.megatron("core.tensor_parallel").scatter_to_sequence_parallel_region
@@ -119,7 +122,7 @@ class Projections:
             rotary_key: ``[s, b, rope]``; with sequence parallelism and a replicated projection, this rank's
                 tokens.
             hidden_states: ``[s, b, hidden]``; under sequence parallelism this rank's tokens.
-            is_summed: whether the caller sums the gradient where no reduce-scatter does.
+            is_summed: whether the caller sums the gradient over ranks if no reduce-scatter here does so.
         """
         group = self.tensor_parallel_group()
         if group.size() == 1:

@@ -42,7 +42,7 @@ _ATTRIBUTE = "_mindspeed_dsa_states"
 
 
 class _Site(NamedTuple):
-    """Patched method of Megatron's optimizers: classes that define it, and parameters that we use."""
+    """Patched method of Megatron's optimizers: classes that define it, and parameters that we read."""
 
     method: str
     classes: tuple[str, ...]
@@ -146,7 +146,7 @@ class OptimizerState:
         """Called when gradients are complete, before ``prepare_grads``."""
 
     def after_skip(self) -> None:
-        """Called when the gradients cause the step to be skipped."""
+        """Called if ``prepare_grads`` decides to skip the step, for example because of a NaN gradient."""
 
     def step(self, call: Callable[[], bool]) -> bool:
         """Update the weights."""
@@ -392,7 +392,7 @@ class StepIntegrity:
 
     @property
     def broken(self) -> bool:
-        """Whether a step has failed in the middle and its state was not loaded again since."""
+        """Whether a step failed in the middle, and the optimizer state has not been reloaded since."""
         return self._stale is not None
 
     def mark_broken(self, parameters: Iterable[Any]) -> None:
@@ -428,14 +428,14 @@ class StepIntegrity:
 
 
 class Writes:
-    """Detector of in-place writes to tensors by an optimizer.
+    """Detects whether an optimizer's step has written to given tensors in place.
 
     torch increments a tensor's version counter for each in-place write. Fused kernels and other libraries do
     not increment it.
 
     Args:
         optimizer: inner optimizer.
-        tensors: tensors that it may write to. A view shares its version with its base.
+        tensors: tensors to watch, as they are before the step. A view shares its version with its base.
     """
 
     def __init__(self, optimizer: Any, tensors: Sequence[Tensor]) -> None:

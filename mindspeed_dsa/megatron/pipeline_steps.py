@@ -43,17 +43,17 @@ class Follower:
         """Called when the followed step is done."""
 
     def before(self, events: Sequence[Event]) -> None:
-        """Called before a forward, a backward, a combined pair, or deferred weight gradients."""
+        """Called before a forward, a backward, a combined pair, or a computation of deferred gradients."""
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Return a context entered around a forward; around the whole call if that includes a backward."""
+        """Return a context to enter around a forward, or around a combined forward and backward."""
         return contextlib.nullcontext()
 
     def after(self, events: Sequence[Event]) -> None:
-        """Called after the host has launched the events' kernels; they may still be running."""
+        """Called when the host has launched the kernels of ``events``, which may still be running."""
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule, with :meth:`begins` and :meth:`ends` around it if it trains."""
+        """Call a pipeline schedule. If it trains, call :meth:`begins` before and :meth:`ends` after it."""
         if step.get("forward_only", False) or not self.begins(step):
             return schedule(*args, **step)
         self.following = True
@@ -89,7 +89,7 @@ _followers: ContextVar[tuple[Follower, ...]] = ContextVar("followers of a step",
 
 @contextlib.contextmanager
 def noted(event: Event) -> Iterator[None]:
-    """Report the block to all followers as ``event``; for work outside of the decorated functions."""
+    """Call all followers' ``before`` and ``after`` around a block of work outside of decorated functions."""
     for follower in _followers.get():
         follower.before([event])
     yield
@@ -167,7 +167,7 @@ def follow_backwards(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_pairs(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``combined_forward_backward_step``; either its forward or its backward may be missing."""
+    """Decorate ``combined_forward_backward_step``: report its forward, backward or both to the follower."""
     parameters = signature(original)
     pairs = 0
 

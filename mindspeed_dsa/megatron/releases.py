@@ -91,6 +91,6 @@ def transformer_engine(megatron: Megatron) -> Any:
 
 
 def forget_shards(bucket_group: Any) -> None:
-    """Drop a bucket group's cached shard views (since 0.14), so that it creates new ones from its buckets."""
+    """Drop a bucket group's cached shard views (since 0.14). It then creates new views of its buckets."""
     if hasattr(bucket_group, "cached_param_buffer_shard_list"):
         bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)

@@ -98,7 +98,7 @@ def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def gathers_for_itself(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers and frees weights in calls of this module or of a submodule."""
+    """Return whether this module or a submodule is an FSDP2 unit, which gathers its weights when called."""
     # It does so on the stream of the call, and does not know that another stream reads the weights.
     return any(hasattr(submodule, "_get_fsdp_state") for submodule in module.modules())
 
@@ -111,7 +111,8 @@ class Projected(NamedTuple):
 
     Attributes:
         states: hidden states of this rank, ``[sequence, batch, hidden]``, detached.
-        rows: hidden states that were projected: ``states``, or all ranks' tokens under sequence parallelism.
+        rows: hidden states that were projected: ``states``, or under sequence parallelism the hidden states
+            gathered from all tensor parallel ranks.
         key, weights: indexer's key and head weights, ``[rows, batch, ...]``.
         with_graph: whether backward can reach the indexer's weights.
     """
@@ -133,12 +134,12 @@ _PROJECTED = "_mindspeed_dsa_projected"
 
 
 def put_projected(indexer: Any, projected: Projected) -> None:
-    """Store the projections of one forward until the indexer takes them."""
+    """Store a forward's projections on the indexer until :func:`take_projected` removes them."""
     vars(indexer)[_PROJECTED] = projected
 
 
 def take_projected(indexer: Any, x: Tensor) -> Projected | None:
-    """Take the projections of these hidden states, or return ``None`` if the indexer has to project.
+    """Remove and return the projections stored for ``x``, or ``None`` if the indexer must compute them.
 
     Args:
         indexer: Megatron's ``DSAIndexer``.

@@ -53,7 +53,7 @@ class RowRun(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Query tokens of a layer on this rank.
+    """Description of the query tokens that a layer processes on this rank.
 
     Attributes:
         layer: layer number; 0 if unknown.
@@ -61,7 +61,7 @@ class LayerRows:
         batch: number of sequences in the microbatch.
         rows: number of query tokens per sequence on this rank.
         keys: number of keys per sequence.
-        topk: largest number of keys that a token selects.
+        topk: upper bound of the number of selected keys per token.
         tokens: token ids ``[batch, rows]`` on the device; ``None`` if this pipeline stage does not get them.
     """
 
@@ -84,8 +84,8 @@ class Chosen:
             first key. ``None`` means that tokens attend to all visible keys.
         by_run: whether ``topk_indices`` has one tensor per :class:`RowRun` instead of one for all tokens.
         missing: ``[batch, rows]`` bool, tokens for which the indexer must select; ``None`` for none.
-        is_shared: whether a layer below selected the keys. This layer's indexer then has no loss, and the
-            selection is not reported to sources.
+        is_shared: whether a layer below selected the keys. The layer that uses them then computes no indexer
+            loss, and does not report the selection to sources.
     """
 
     topk_indices: tuple[Tensor | None, ...]
@@ -145,7 +145,7 @@ class Chosen:
 
 
 class SelectionSource:
-    """Base class of providers of selections, and of observers of the selections that layers use.
+    """Base class of objects that choose a layer's keys (:meth:`choose`) or observe them (:meth:`took`).
 
     Attributes:
         asked: whether a layer has asked for its keys, or has reported its selection.
@@ -154,7 +154,7 @@ class SelectionSource:
     asked = False
 
     def choose(self, rows: LayerRows) -> Chosen | None:
-        """Return the keys that a layer's tokens attend to, on host or device; ``None`` for no answer."""
+        """Return the keys that a layer's tokens attend to, on any device; ``None`` to let others choose."""
         return None
 
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
@@ -175,7 +175,8 @@ class Microbatch:
     Attributes:
         source: provider of the microbatch's selections; ``None`` means that indexers select.
         sink: observer of the microbatch's selections, or ``None``.
-        tokens: this rank's token ids ``[batch, rows]``, available from the model's first stage on.
+        tokens: this rank's token ids ``[batch, rows]``, set when ``GPTModel.forward`` begins; ``None`` on
+            pipeline stages without the embedding.
     """
 
     source: SelectionSource | None = None
@@ -188,14 +189,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Place:
-    """Role of one layer in the sharing of selections.
+    """Position of one layer among the layers that share key selections.
 
     Attributes:
         name: layer's name, for messages and to identify its selection.
         source: name of the layer that selects keys for this layer; equal to ``name`` if it has an indexer.
-        hands_on: whether layers above use the selection of this layer.
+        hands_on: whether layers above reuse the selection that this layer computes.
         is_last: whether no layer above uses the same selection.
-        repeats: whether the layer runs several times in one forward and selects only the first time.
+        repeats: whether the layer runs several times in one forward; it selects only in the first run.
     """
 
     name: str
@@ -211,7 +212,7 @@ class Place:
 
 
 def place_of(attention: Any) -> Place | None:
-    """Return the role of a ``DSAttention`` in sharing, or ``None`` in a model without sharing."""
+    """Return the :class:`Place` of a ``DSAttention``, or ``None`` in a model without shared selections."""
     place: Place | None = vars(attention).get(PLACE)
     return place
 
@@ -236,7 +237,7 @@ class Selected:
 
 
 class Selections:
-    """Latest selection and current microbatch of a forward, or of one recomputation.
+    """Latest shared selection and current microbatch of a running forward, or of one recomputation.
 
     Args:
         latest: initial selection.
@@ -282,7 +283,10 @@ class Selections:
 
 @dataclass
 class _Below(SelectionSource):
-    """Source that provides the selection of a layer below, and stores a computing layer's selection."""
+    """Source for sharing: gives a sharing layer the selection of a layer below.
+
+    A computing layer reports its selection here for the layers above.
+    """
 
     place: Place
     selections: Selections
@@ -341,8 +345,8 @@ def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -
     """Run the block with the selections of an earlier forward, leaving the running forward's unchanged.
 
     Args:
-        latest: selection that layers of that forward have read.
-        microbatch: microbatch of that forward. Its selections are not reported a second time.
+        latest: selection that layers of the earlier forward have read.
+        microbatch: microbatch of the earlier forward. Its sink gets no second report of the selections.
     """
     # Without a sink: the selections were observed in the first run.
     again = None if microbatch is None or microbatch.source is None else replace(microbatch, sink=None)
@@ -354,7 +358,7 @@ def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -
 
 
 class Carrying:
-    """Function wrapper for checkpointing: the second call sees the same selection as the first.
+    """Wrapper of a checkpointed function: the recomputation uses the shared selection of the first run.
 
     Args:
         function: function that is called once in forward and once in backward.
@@ -366,7 +370,7 @@ class Carrying:
         self._microbatch: Microbatch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, the second time with the selection of the first call.
+        """Call the function. The second call, the recomputation, uses the selection that the first one read.
 
         Raises:
             RuntimeError: the function's layers share or replay a selection, and were already recomputed once.

@@ -134,7 +134,7 @@ class Sharing:
             )
 
     def chunk_problem(self, chunks: Iterable[Sequence[int]]) -> str | None:
-        """Return the reason why layers cannot share selections in these pipeline chunks, or ``None``.
+        """Return the reason why selections cannot be shared with this split into chunks, or ``None``.
 
         A selection is not sent between chunks, so each chunk has to begin with a computing layer.
 

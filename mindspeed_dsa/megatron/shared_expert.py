@@ -1,7 +1,7 @@
 """Postponed execution of the shared expert, so that it overlaps with other work.
 
-Megatron passes the shared expert's output through several steps before it adds it. Here a placeholder
-(:class:`SharedOutput`) is passed instead, and the shared expert runs later.
+Megatron computes the shared expert's output early, and adds it to the routed experts' output at the end of
+the MoE layer. Here a placeholder (:class:`SharedOutput`) is passed instead, and the shared expert runs later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_dsa.feature import Megatron
 
 
 class SharedOutput:
-    """Placeholder for the shared expert's output, passed through Megatron's steps until they add it.
+    """Placeholder that Megatron's MoE layer gets instead of the shared expert's output, and adds at its end.
 
     Args:
         compute: function that runs the shared expert.
@@ -43,7 +43,7 @@ class SharedOutput:
 
 
 def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` right before fc2 of a ``MoELayer``'s shared expert, until the stack is closed."""
+    """Hook ``between`` before fc2 of a ``MoELayer``'s shared expert; closing the stack removes the hook."""
     # A recomputed shared expert is left alone: its forward runs twice, and `between` must run once.
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)

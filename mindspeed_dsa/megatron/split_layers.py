@@ -23,7 +23,10 @@ class Pass:
         return contextlib.nullcontext()
 
     def ends(self, output: Tensor) -> None:
-        """Receive the layer's output ``[sequence, batch, hidden]``, from which its backward begins."""
+        """Called at the end of the layer's forward with its output, ``[sequence, batch, hidden]``.
+
+        The layer's backward begins at this tensor.
+        """
 
 
 Begin = Callable[[Any, Tensor, Sequence[Any]], Pass]
@@ -32,7 +35,7 @@ _begins: WeakKeyDictionary[Any, list[Begin]] = WeakKeyDictionary()
 
 
 def follow(layer: Any, begin: Begin) -> None:
-    """Call ``begin`` at the start of each forward in pieces. It must hold no reference to the layer."""
+    """Register ``begin``, called when a forward in pieces starts. It must hold no reference to the layer."""
     _begins.setdefault(layer, []).append(begin)
 
 
@@ -71,23 +74,32 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Companion:
-    """Feature's state, with tensors, of one forward that a token dispatcher carries through its steps."""
+    """A feature's tensors for one forward of a MoE layer, stored on the layer's token dispatcher.
+
+    The schedule calls the methods below at the borders between pieces.
+    """
 
     def leave_router(self, cut: Cut) -> None:
-        """Apply ``cut`` to tensors that the experts' piece reads. Called while the dispatch is in flight."""
+        """Detach, with ``cut``, this object's tensors that the experts' piece reads.
+
+        Called after the router's piece, while the dispatch is in flight.
+        """
 
     def enter_experts(self) -> None:
-        """Add autograd nodes before the experts' piece; their backward runs after the piece's backward."""
+        """Add autograd nodes in front of the experts' piece, so that they run at the end of its backward."""
 
     def leave_experts(self, cut: Cut) -> None:
-        """Apply ``cut`` to tensors that are read after the combine. Called while the combine is in flight."""
+        """Detach, with ``cut``, this object's tensors that are read after the combine.
+
+        Called after the experts' piece, while the combine is in flight.
+        """
 
 
 _COMPANION, _IN_PIECES = "_mindspeed_dsa_companion", "_mindspeed_dsa_in_pieces"
 
 
 def accompany(dispatcher: Any, companion: Companion | None) -> None:
-    """Attach a companion to a dispatcher for the current forward; ``None`` removes it."""
+    """Store a companion on a token dispatcher for the current forward; ``None`` removes the stored one."""
     setattr(dispatcher, _COMPANION, companion)
 
 
@@ -98,13 +110,13 @@ def companion_of(dispatcher: Any) -> Companion | None:
 
 
 def in_pieces(dispatcher: Any) -> bool:
-    """Return whether the current call runs in pieces, so that the schedule calls the companion."""
+    """Return whether the layer's current forward runs in pieces. Only then is the companion called."""
     return getattr(dispatcher, _IN_PIECES, False)
 
 
 @contextlib.contextmanager
 def running_in_pieces(dispatcher: Any) -> Iterator[None]:
-    """Make :func:`in_pieces` return True in the block, the piece before the experts."""
+    """Make :func:`in_pieces` return True inside the block, which runs the piece before the experts."""
     setattr(dispatcher, _IN_PIECES, True)
     try:
         yield
