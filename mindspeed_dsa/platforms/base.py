@@ -97,7 +97,7 @@ class Platform(abc.ABC):
         """Return the device's product name."""
 
     def device_count(self) -> int | None:
-        """Return the number of devices visible to this process, or ``None`` if it does not limit ranks."""
+        """Return the number of visible devices, or ``None`` if ranks need no device of their own (CPU)."""
         return None
 
     @abc.abstractmethod
@@ -123,7 +123,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Prevent reuse of the tensor's memory before ``stream`` is done with it."""
+        """Keep the tensor's memory from being reused before ``stream`` has finished using the tensor."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -170,7 +170,7 @@ class Platform(abc.ABC):
         """Reset :attr:`MemoryFigures.peak` to the memory allocated now."""
 
     def facts(self) -> dict[str, Any]:
-        """Return further facts for ``doctor``. A value may be a dictionary of further lines."""
+        """Return device facts that ``doctor`` prints. A value that is a dictionary gets several lines."""
         return {}
 
     @abc.abstractmethod

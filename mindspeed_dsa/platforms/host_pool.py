@@ -1,8 +1,8 @@
 """Pool of pinned host buffers for copies from and to the device, and the amount of available host memory.
 
 Pinning memory is slow, so buffers are reused in size classes. The pool counts every byte that it has pinned.
-On the CPU platform torch's allocator stands in for device memory. The pool does not use it there, so that
-host memory is counted separately (see :meth:`CpuPlatform.empty_pinned`).
+On the CPU platform, memory from torch's allocator plays the role of device memory. The pool therefore takes
+its buffers from the system, and the two are counted separately (see :meth:`CpuPlatform.empty_pinned`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _platform: Callable[[], Platform]
 
 
 def pin_with(platform: Callable[[], Platform]) -> None:
-    """Set the function that returns the platform that pins memory; passed in to avoid a circular import."""
+    """Set the function that returns the current platform, which pins the memory of all pools."""
     global _platform
     _platform = platform
 
@@ -132,15 +132,15 @@ class HostBuffer:
         self.tensor = whole[:nbytes]
 
     def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the same bytes as a tensor of this dtype and shape."""
+        """Return a view of the buffer's bytes with this dtype and shape."""
         return self.tensor.view(dtype).view(shape)
 
     def give_back(self, after: Event | None = None) -> None:
         """Return the buffer to the pool.
 
         Args:
-            after: event recorded after the last copy from or to the buffer. The pool reuses the bytes only
-                when it is done. ``None`` means that no copy is in flight.
+            after: event recorded after the last copy from or to the buffer. The pool reuses the buffer only
+                after this event. ``None`` means that no copy is in flight.
         """
         self._pool._take_back(self._whole, after)
 
@@ -189,7 +189,7 @@ class HostPool:
         return HostBuffer(self, whole, nbytes)
 
     def keep(self, nbytes: int, owner: object) -> torch.Tensor:
-        """Allocate bytes that are never reused, and count as in use while ``owner`` lives.
+        """Allocate memory that the pool never reuses. It counts as in use until ``owner`` is deleted.
 
         Args:
             nbytes: number of bytes.
@@ -215,7 +215,7 @@ class HostPool:
             return HostFigures(self._in_use, self._held, self._peak)
 
     def release_kept(self) -> None:
-        """Return unused memory to the system."""
+        """Free the buffers that the pool keeps for reuse."""
         with self._lock:
             self._collect()
             for whole in (buffer for kept in self._kept.values() for buffer in kept):

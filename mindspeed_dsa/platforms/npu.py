@@ -138,8 +138,8 @@ class Variable:
         does: effect, as a clause that begins with a verb.
         recommended: recommended value, or :data:`UNSET`.
         why: reason for the recommendation.
-        sources: documents that it comes from.
-        accepts: function that returns whether another value is at least as good.
+        sources: documents that give the recommendation.
+        accepts: function that returns whether a value is at least as good as the recommended one.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Variable:
     accepts: Callable[[str], bool] = lambda value: False
 
     def said_of(self, value: str | None) -> str:
-        """Return a text with the value, and with the recommendation if that differs.
+        """Return a text with the variable's value, and with the recommended value if the two differ.
 
         Args:
             value: current value, ``None`` if not set.
@@ -261,5 +261,5 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def environment() -> dict[str, str]:
-    """Return a dict from environment variable to its value, with the recommended one if it differs."""
+    """Return a dict from environment variable to text: current value, and recommended value if it differs."""
     return {variable.name: variable.said_of(os.environ.get(variable.name)) for variable in VARIABLES}

@@ -219,7 +219,7 @@ UNKNOWN = Product(
 
 
 def product_of(device_name: str) -> Product:
-    """Return the product of a device, or :data:`UNKNOWN` with the narrowest limits of all products.
+    """Return the product family of a device; for unknown names :data:`UNKNOWN`, with the narrowest limits.
 
     Args:
         device_name: result of ``torch.npu.get_device_name()``, such as ``"Ascend910B3"``.

@@ -25,7 +25,7 @@ class Release:
 
     Attributes:
         name: vendor's release number.
-        cann: CANN release that it was published with.
+        cann: CANN release that was published together with it.
         torch_npu: versions of its wheels, one per PyTorch release.
     """
 
