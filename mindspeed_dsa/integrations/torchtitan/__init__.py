@@ -1,7 +1,7 @@
 """Integration into TorchTitan: converters that make its models use our sparse attention, norms and experts.
 
-TorchTitan's mechanism for converters differs between releases; this package provides the one of the installed
-release. See docs/hosts/torchtitan.md.
+TorchTitan's mechanism for converters differs between releases. This package provides the converters for the
+installed release. See docs/hosts/torchtitan.md.
 
 * :data:`BY_MODEL`: converters of built models, named in ``[model] converters``. Importing this package
   registers them, which ``[experimental] custom_import`` does.
@@ -27,7 +27,7 @@ BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.1,<0.3"), SpecifierSet(">=0.3,<0.4")
 
 
 def _served(releases: SpecifierSet, part: str) -> bool:
-    """Return whether TorchTitan has the module ``part`` and is one of ``releases``, or a checkout."""
+    """Return whether the installed TorchTitan has module ``part``, and is in ``releases`` or a checkout."""
     try:
         release = version("torchtitan")
     except PackageNotFoundError:

@@ -278,7 +278,7 @@ class Sparse(ModelConfigConverter):
 
 
 def _told_of_the_step(model: Any) -> Any:
-    """Return a subclassed configuration that sets the number of tokens per step in all sparse attentions."""
+    """Return the model configuration with a subclass that also sets sparse attention's tokens per step."""
     kind = type(model)
 
     @dataclass(kw_only=True, slots=True)

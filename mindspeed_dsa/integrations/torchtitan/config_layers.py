@@ -47,7 +47,7 @@ class GroupedMatmulExperts(GroupedExperts):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedMetadata:
-    """Data that a dispatch keeps for the combine."""
+    """Data of a token dispatch that the matching combine needs."""
 
     routed: Routed
     exchanged: Any
@@ -103,7 +103,7 @@ class PermutingExchange(AllToAllTokenDispatcher):
         return gather_back(routed_output_RD, metadata.routed)
 
     def _back_from_ranks(self, rows: Tensor, exchanged: Any) -> Tensor:
-        """Return expert outputs to the tokens' ranks by all-to-all, in the order in which they were sent."""
+        """Send expert outputs back by all-to-all, to the ranks that sent the tokens and in their order."""
         assert self.ep_mesh is not None
         with maybe_set_sparse_mesh():
             mesh = current_spmd_mesh() if get_spmd_backend() == "spmd_types" else self.ep_mesh

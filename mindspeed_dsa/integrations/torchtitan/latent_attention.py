@@ -81,12 +81,11 @@ def index_operands(
 
 
 def local(x: Tensor, shared: bool = False) -> Tensor:
-    """Return a DTensor's local part, or the tensor itself.
+    """Return the local tensor of a DTensor; return a plain tensor unchanged.
 
     Args:
         x: any tensor.
-        shared: whether each rank computes only a part of a replicated tensor's gradient, so that gradients
-            are summed.
+        shared: whether the ranks' gradients of a replicated tensor are partial and must be summed.
     """
     if not isinstance(x, DTensor):
         return x
@@ -128,7 +127,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys that the indexer selects.
 
-        Uses either keys and values of each head, or the absorbed form, whichever is faster on this device.
+        Attention runs on keys and values per head or in the absorbed form, whichever is faster on the device.
 
         Args:
             projected: layer's projections.
@@ -137,9 +136,9 @@ class Attention(NamedTuple):
             trains: whether to compute the indexer's loss.
 
         Returns:
-            Output ``[batch, rows, heads * value_dim]``, whose backward also starts the loss's backward, and
-            the detached loss, a mean over this rank's tokens without the coefficient. The loss is ``None``
-            without training.
+            Output ``[batch, rows, heads * value_dim]`` and detached indexer loss, a mean over this rank's
+            tokens without the coefficient. The output's backward also backpropagates the loss. The loss is
+            ``None`` if ``trains`` is false.
         """
         options, value_dim = self.options, projected.value_dim
         query, latent, key_rope = projected.query, projected.latent, projected.key_rope
@@ -188,7 +187,7 @@ class Attention(NamedTuple):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the output unchanged; backward also starts the loss's backward, with a constant gradient."""
+    """Identity on the attention output whose backward also backpropagates the indexer loss."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor, factor: float) -> Tensor:

@@ -35,7 +35,7 @@ def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group by the group's matrix, like ``torch._grouped_mm``.
+    """Grouped matmul like ``torch._grouped_mm``: multiply each group's rows by the group's matrix.
 
     Args:
         rows: ``[rows, in]``.

@@ -163,7 +163,7 @@ class InUse:
         return torch.stack([value.to(values[0].device) for value in values]).sum() if values else None
 
     def undo(self) -> None:
-        """Restore the model. A second call does nothing.
+        """Restore the model's original code, before :func:`apply_dsa`. A second call does nothing.
 
         An indexer that is its own FSDP2 unit stays gathered until its backward, because FSDP2 does not expose
         the previous setting. Call ``set_reshard_after_forward`` on it to change that.
@@ -219,7 +219,7 @@ class InUse:
         return self._connect(decoder, output)
 
     def _connect(self, module: nn.Module, output: Any) -> Any:
-        """Connect the losses to the first tensor of a model's output; see ``loss_graph.py``."""
+        """Connect the indexer losses to the first tensor in the model's output; see ``loss_graph.py``."""
         first, losses = connect(module, output[0], list(self._losses.found.values()))
         self._losses.found = dict(zip(self._losses.found, losses, strict=True))
         if isinstance(output, tuple):

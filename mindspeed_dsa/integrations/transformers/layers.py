@@ -63,7 +63,7 @@ class Layer(threading.local):
     """State of one attention layer and its indexer, per thread.
 
     Attributes:
-        losses: losses of the model.
+        losses: object that collects the losses of all layers of the model.
         topk: number of selected keys per token.
         rotate: transformers' rotary embedding of the indexer's query and key.
         operands: indexer's operands; stored by the indexer, used by the attention of the same call.
@@ -71,8 +71,8 @@ class Layer(threading.local):
         absorbed: whether keys stay latent in this call.
         rows: number of query tokens in this call.
         loss: indexer loss; stored by the attention, used at the end of the decoder layer.
-        below: decoder layer's input, if only losses of layers below get a gradient through it (see
-            ``loss_graph.py``).
+        below: decoder layer's input, if only the losses of lower layers are backpropagated through it, see
+            ``loss_graph.py``; else ``None``.
     """
 
     losses: Losses
@@ -93,7 +93,7 @@ class Layer(threading.local):
         return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate)
 
     def trains(self, indexer: nn.Module) -> bool:
-        """Return whether this call computes a loss. Gives the same result in a recomputation."""
+        """Return whether this call computes an indexer loss. The answer is the same under recomputation."""
         wanted = self.losses.coefficient > 0 and indexer.training
         wanted = wanted and any(parameter.requires_grad for parameter in indexer.parameters())
         # A reentrant checkpoint runs the first forward with gradients disabled.
@@ -110,7 +110,7 @@ class Layer(threading.local):
 
 
 def count_rows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Store the number of query tokens of a layer's call. Forward pre-hook.
+    """Forward pre-hook: store the number of query tokens in this call of the attention layer.
 
     Raises:
         ValueError: another attention implementation has been set since :func:`apply_dsa`.
@@ -306,7 +306,7 @@ def attend(
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if autocast is enabled, as it does for matmuls."""
+    """Cast tensors to autocast's dtype if autocast is enabled, as autocast does for inputs of matmuls."""
     kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -25,17 +25,17 @@ from mindspeed_dsa.ops.graph import passes_no_gradient, with_backward_of
 def connect(
     module: Any, output: Tensor, losses: list[Tensor], below: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Connect losses to a module's output, and this output to the output of the layer below.
+    """Connect losses to a module's output, and this output to the module's input ``below``.
 
-    If the model's loss has a gradient for the output, the hooks run anyway, and losses need no connection.
-    For FSDP2 modules they are connected even then, so that FSDP2 also works if only the indexer losses are
-    backpropagated.
+    If the model's loss is backpropagated through the output, FSDP2's hooks run anyway, and losses need no
+    connection. Losses of FSDP2 modules are connected even then, so that FSDP2 also works if only the indexer
+    losses are backpropagated.
 
     Args:
         module: module of the output.
         output: module's output.
         losses: losses of the indexers in the module.
-        below: module's input, if only connected losses get a gradient through it.
+        below: module's input, if only connected losses of lower layers are backpropagated through it.
 
     Returns:
         Connected output and connected losses.
@@ -58,7 +58,7 @@ def connect(
 
 
 def detach_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Detach the first input if it is in the graph only for connected losses. Forward pre-hook."""
+    """Forward pre-hook: detach the first input if only connected losses are backpropagated through it."""
     if args and isinstance(args[0], Tensor) and passes_no_gradient(args[0]):
         return args[0].detach(), *args[1:]
     return None
@@ -67,7 +67,10 @@ def detach_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def enter_layer(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Like :func:`detach_input` for a decoder layer; keep the original input for :func:`leave_layer`."""
+    """Forward pre-hook of decoder layers: detach the hidden states as :func:`detach_input` does.
+
+    The original hidden states are stored for :func:`leave_layer`.
+    """
     layer: Layer = getattr(module, ATTRIBUTE)
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     layer.below = hidden if passes_no_gradient(hidden) else None
@@ -79,7 +82,7 @@ def enter_layer(
 
 
 def leave_attention(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Connect the loss to the attention's output. Forward hook."""
+    """Forward hook: connect the layer's indexer loss to the attention's output."""
     layer: Layer = getattr(module, ATTRIBUTE)
     if layer.loss is None:
         return output
@@ -88,7 +91,7 @@ def leave_attention(module: Any, args: tuple[Any, ...], output: tuple[Any, ...])
 
 
 def leave_layer(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Connect the loss and the layer's input to the layer's output, and record the loss. Forward hook."""
+    """Forward hook: connect indexer loss and layer input to the layer's output, and record the loss."""
     layer: Layer = getattr(module, ATTRIBUTE)
     losses = [] if layer.loss is None else [layer.loss]
     out, *rest = output if isinstance(output, tuple) else (output,)

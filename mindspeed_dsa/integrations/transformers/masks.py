@@ -96,7 +96,7 @@ def ranges_mask(
         kv_length: number of keys per sequence, including cached ones.
         q_offset: position of the first query token, an int or a tensor.
         kv_offset: position of the first key.
-        mask_function: visibility as a function of index tensors that broadcast; default: causal.
+        mask_function: function from batch, head, query and key indices to visibility; default: causal mask.
         attention_mask: ``[batch, kv_length]`` bool, false for padding.
         device: device of the result.
         **kwargs: arguments of other implementations.
@@ -165,7 +165,7 @@ def _are_tokens(tokens: Tensor, rows: int, first: Any) -> Tensor:
 
 
 class _Found(NamedTuple):
-    """Key ranges computed from a boolean mask. No query token counts as padding."""
+    """Key ranges computed from a boolean mask; a mask does not mark query tokens as padding."""
 
     ranges: Tensor
     """``[batch, rows, 3]`` int32."""
@@ -176,7 +176,7 @@ class _Found(NamedTuple):
 
     @classmethod
     def of(cls, visible: Tensor) -> _Found:
-        """Compute the ranges of ``[batch, rows, keys]`` bool."""
+        """Compute each query token's key range from a bool mask ``[batch, rows, keys]``."""
         counts = visible.sum(-1)
         starts = visible.int().argmax(-1)
         # argmax returns the first maximum: the first visible key, and in the flipped mask the last one.
@@ -186,7 +186,7 @@ class _Found(NamedTuple):
 
 
 def _told(*facts: Tensor) -> list[bool]:
-    """Copy scalar bool tensors to the host in one copy, so that the host waits only once."""
+    """Return the values of scalar bool tensors, copied to the host together so that it waits only once."""
     return [bool(fact) for fact in torch.stack(facts).tolist()]
 
 
