@@ -26,7 +26,7 @@ _HOMES = {"cpu": "cpu", "triton": "cuda", "npu": "npu"}
 
 
 def check_fused(args: Any, options: Any) -> Sequence[str]:
-    """Report invalid combinations of arguments. Missing arguments are not checked."""
+    """Return problems with arguments of fused DSA; skip arguments that ``args`` lacks."""
     parsed = Options.of(args)
     problems = []
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":

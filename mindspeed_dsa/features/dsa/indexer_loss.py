@@ -295,7 +295,7 @@ def forget_losses(original: Callable[..., None], context: Context[Any]) -> Calla
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:
-    """Extend the sums to ``size`` layers; they stay on their device."""
+    """Extend the per-layer sums to ``size`` entries. Existing sums stay on their device."""
     for name in ("values", "reported"):
         old = tracker.get(name)
         if old is None:

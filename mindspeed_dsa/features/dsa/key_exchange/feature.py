@@ -67,7 +67,10 @@ _WHOLE_ROLL = SpecifierSet("<0.14", prereleases=True)
 
 
 def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
-    """Report unsupported combinations. Missing arguments are not checked."""
+    """Yield a problem per argument that DSA does not support under context parallelism.
+
+    Arguments that ``args`` lacks are skipped.
+    """
     if options.ranks == 1:
         return
     others = options.all_of(GATHER) - {GATHER}
@@ -167,7 +170,7 @@ def deals_blocks(settings: Any) -> bool:
 
 
 def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
-    """Report attention that supports only Megatron's layout. Missing arguments are not checked."""
+    """Yield a problem if an attention supports only Megatron's layout of tokens, not blocks."""
     if options.ranks == 1 or not options.block_rows:
         return
     if argument(args, "experimental_attention_variant") != "dsa":

@@ -82,7 +82,7 @@ def recomputes(config: Any) -> bool:
 
 
 def gather_again_early(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiLatentAttention.forward`` to gather freed keys again early in backward."""
+    """Decorate ``MultiLatentAttention.forward``: its backward first starts to gather freed keys again."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

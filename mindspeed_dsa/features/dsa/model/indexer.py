@@ -75,7 +75,7 @@ def rotate_as_configured(original: Callable[..., Tensor], context: Context[Optio
 
 
 def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``get_query_key_value_tensors`` to normalise the indexer's latent query (4th result)."""
+    """Decorate MLA's ``get_query_key_value_tensors``: normalise the indexer's latent query (4th result)."""
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
@@ -155,7 +155,7 @@ class _Rotation:
 
 
 def rotate_where_wanted(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``rotate_activation``, which does not get the configuration, to skip the rotation if off."""
+    """Decorate ``rotate_activation`` to return its input if the model's configuration has no rotation."""
     rotation = context.state(_Rotation)
 
     def rotate_activation(x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
 
 
 def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.__init__``: mark parameters to be averaged over tensor parallel ranks."""
+    """Decorate ``DSAIndexer.__init__``: have Megatron average its gradients over tensor parallel ranks."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -82,7 +82,7 @@ def without_transformer_engine(args: Any) -> Sequence[str]:
 
 
 def without_sizes(args: Any) -> Sequence[str]:
-    """Report missing sizes, and options that DSA does not support. Missing attributes are not checked."""
+    """Report sizes that are None, and options that DSA does not support; skip those that ``args`` lacks."""
     if argument(args, "experimental_attention_variant") != "dsa":
         return ()
     problems = [

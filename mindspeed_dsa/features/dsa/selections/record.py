@@ -471,5 +471,5 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Step
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step`` to report its events to :class:`Steps`."""
+    """Decorate ``combined_forward_backward_step`` to report its forward and backward to :class:`Steps`."""
     return pipeline_steps.follow_pairs(original, steps_of(context))

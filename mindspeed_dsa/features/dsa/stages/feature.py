@@ -37,7 +37,7 @@ def drop_loss(args: Any) -> Sequence[str]:
 
 
 def check_stage(args: Any, options: Options) -> Iterator[str]:
-    """Yield arguments that the stage does not support. Missing attributes are not checked."""
+    """Yield a problem per argument that the stage does not support; skip those that ``args`` lacks."""
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         yield (
             f"--dsa-stage {options.stage} is about DSA's indexer, and the model has none; add "
