@@ -399,14 +399,17 @@ def _neighbours_and_ring(
 
 
 class _FromOne(list[str]):
-    """List indexed by layer number, from 1. Numbers after the last entry return the last one."""
+    """List indexed by layer number, from 1. Numbers beyond its end return the last entry."""
 
     def __getitem__(self, number: Any) -> Any:
         return super().__getitem__(min(number, len(self)) - 1)
 
 
 def count_layers_from_one(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``, which indexes ``cp_comm_type`` by its 1-based layer number."""
+    """Decorate ``TransformerLayer.__init__`` to index ``cp_comm_type`` by 1-based layer number.
+
+    Megatron passes its 1-based number to a list that is indexed from 0.
+    """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         names = config.cp_comm_type

@@ -1,4 +1,4 @@
-"""Context parallelism for dense attention and MLA, and our operator without Transformer Engine on one rank.
+"""Context parallelism for dense attention and MLA. On one rank: our attention operator for local layers.
 
 Accepts MindSpeed's flags (``--context-parallel-algo``) and Megatron's (``--cp-comm-type``).
 """
@@ -73,7 +73,7 @@ def name_for_megatron(args: Any) -> Sequence[str]:
 
 
 def check_context_parallel(args: Any, options: Options) -> Iterator[str]:
-    """Report problems of context parallel arguments. Missing arguments are not checked."""
+    """Yield problems with context parallel arguments; skip arguments that ``args`` lacks."""
     yield from problems(args, options)
 
 
@@ -113,7 +113,7 @@ def wanted(settings: Any) -> bool:
 
 
 def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
-    """Report unsupported combinations. Missing arguments are not checked."""
+    """Yield a problem per argument that our dense attention does not support; skip those ``args`` lacks."""
     if options.ranks == 1 or argument(args, "experimental_attention_variant") == "dsa":
         return
     names = options.all_of(DEFAULT)
@@ -275,7 +275,7 @@ def flash_wanted(settings: Any) -> bool:
 
 
 def check_flash_attention(args: Any, options: Any) -> Iterator[str]:
-    """Report unsupported combinations. Missing arguments are not checked."""
+    """Yield a problem per argument that ``--use-flash-attn`` does not support; skip those ``args`` lacks."""
     ours = "--use-flash-attn without Transformer Engine"
     if argument(args, "attention_dropout"):
         yield f"--attention-dropout: {ours} drops nothing; use --attention-dropout 0, or omit the flag"

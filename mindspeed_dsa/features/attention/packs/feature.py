@@ -72,7 +72,7 @@ _SHARE_KEYS = SpecifierSet(KERNELS, prereleases=True)
 
 
 def check_packs(args: Any, options: Any) -> Sequence[str]:
-    """Report unsupported combinations. Missing arguments are not checked."""
+    """Return a problem per argument that packed documents do not support; skip those ``args`` lacks."""
     problems = []
     if (getattr(args, "micro_batch_size", None) or 1) != 1:
         problems.append(

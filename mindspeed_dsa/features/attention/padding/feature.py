@@ -1,4 +1,4 @@
-"""Padding of sequences to a length divisible by the ranks."""
+"""Padding of sequences, so that context and tensor parallel ranks can split them evenly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lengthen(args: Any) -> Sequence[str]:
 
 
 def check_padding(args: Any, options: Options) -> Iterator[str]:
-    """Yield settings under which padding would affect the loss. Missing arguments are not checked.
+    """Yield a problem per argument that would let padding change the loss; skip those ``args`` lacks.
 
     The arguments already have the padded length here, so ``options.padding`` has no padding left to add.
     """

@@ -12,7 +12,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
-    """Report unsupported combinations. Missing arguments are not checked."""
+    """Return a problem per argument that SP-TP-SP does not support; skip those that ``args`` lacks."""
     flag, problems = "--mla-sp-tp-sp", []
     if argument(args, "multi_latent_attention") is False:
         problems.append(f"{flag} is for latent attention; add --multi-latent-attention or omit it")
