@@ -126,7 +126,7 @@ class WaitingGradients:
     # -- reduction over data parallel ranks --------------------------------------------------------
 
     def _no_sync(self, given: Any) -> Any:
-        """Wrap the configuration's ``no_sync_func``: one function for all chunks, or a list."""
+        """Wrap ``no_sync_func`` (one for all chunks, or a list) by :class:`_NoSync`."""
         if given is None:
             return None
         if not isinstance(given, list):
@@ -139,7 +139,7 @@ class WaitingGradients:
         return [reduction.no_sync for reduction in self._reductions]
 
     def _reduce_later(self, given: Any) -> Any:
-        """Wrap the configuration's ``grad_sync_func``: one function for all chunks, or a list."""
+        """Wrap ``grad_sync_func`` (one for all chunks, or a list) to wait for the chunk's last gradient."""
         if given is None:
             return None
         functions = given if isinstance(given, list) else [given for _ in self._reductions]
@@ -236,7 +236,11 @@ class _Reduction:
         self._at_once = self._at_once or (self.no_sync is not None and not self.no_sync.is_on)
 
     def reducing(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for computing one microbatch's weight gradients, with or without reduction."""
+        """Return a context manager in which one microbatch's weight gradients are computed.
+
+        Gradient reduction is enabled inside if ``last`` and if the schedule enabled it in a backward, and
+        disabled otherwise.
+        """
         if self.no_sync is None:
             return contextlib.nullcontext()
         # Reduce only with the last microbatch, and only if the schedule allowed it in its backward.

@@ -296,7 +296,7 @@ def _caller() -> tuple[str, int, str]:
 
 
 def record_collective(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a collective function of ``torch.distributed``."""
+    """Decorate a collective function of ``torch.distributed`` to record its calls."""
     recorder, function = context.state(Recorder), original.__name__
     position = list(signature(original).parameters).index("group")
 
@@ -314,7 +314,7 @@ def record_collective(original: _Function, context: Context[Options]) -> _Functi
 
 
 def record_message(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a point-to-point function of ``torch.distributed``."""
+    """Decorate a point-to-point function of ``torch.distributed`` to record its calls."""
     recorder, function = context.state(Recorder), original.__name__
     sends, waits = function.endswith("send"), not function.startswith("i")
     peer_name = "dst" if sends else "src"

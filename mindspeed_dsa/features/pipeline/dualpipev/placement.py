@@ -71,7 +71,7 @@ def _v_shaped(megatron: Megatron) -> Any:
         def get_layer_offset(
             self, layer_type: Any = None, vp_stage: int | None = None, pp_rank: int | None = None
         ) -> int:
-            """Return the number of layers of a kind before a chunk; default: decoder layers."""
+            """Return the number of ``layer_type`` layers (default: decoder) in the model before a chunk."""
             if vp_stage is None:
                 raise SettingsError(f"{FLAG}: a model was built without saying which of its chunks it is")
             kind = megatron("core.transformer.enums").LayerType.decoder if layer_type is None else layer_type

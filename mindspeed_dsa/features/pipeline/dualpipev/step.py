@@ -208,7 +208,7 @@ class _Step:
         return (event.chunk, event.microbatch) in self._apart
 
     def _finish_backward(self, event: Event, gradient: Tensor | None) -> None:
-        """Send the input's gradient, and update the counts of weight gradients and reductions."""
+        """Send the input's gradient, and report the backward to the gradient queue and the reduction."""
         if self._waiting is not None:
             self._waiting.ran_backward(event.chunk)
         if gradient is not None:
@@ -362,7 +362,7 @@ class _Synchronisation:
         self._hold()
 
     def end(self) -> None:
-        """Enable reduction again."""
+        """Enable gradient reduction again, after the step."""
         self._let_go()
 
     def _hold(self) -> None:

@@ -128,7 +128,7 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahea
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its events to :class:`Ahead`."""
+    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Ahead`."""
     return pipeline_steps.follow_pairs(original, context.state(Ahead))
 
 

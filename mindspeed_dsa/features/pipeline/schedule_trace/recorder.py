@@ -32,7 +32,7 @@ class Recorder(pipeline_steps.Follower):
         self._origin: tuple[Any, float] = (None, 0.0)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step. At the requested one, synchronize all ranks with a barrier and record."""
+        """Count the step; return whether it is to be recorded. If so, synchronize all ranks first."""
         self._steps += 1
         if self._steps != self._options.step:
             return False
@@ -109,5 +109,5 @@ record_steps, record_forwards, record_backwards = pipeline_steps.decorators(Reco
 
 
 def record_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its events to :class:`Recorder`."""
+    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Recorder`."""
     return pipeline_steps.follow_pairs(original, context.state(Recorder))

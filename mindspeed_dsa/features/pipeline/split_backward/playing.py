@@ -90,7 +90,7 @@ class Player(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Compute weight gradients that are still due."""
+        """Compute weight gradients still due from earlier backwards, before ``events`` start."""
         # WEIGHT events are noted by play() itself.
         if events[0].kind is not Kind.WEIGHT:
             self.play()
@@ -141,7 +141,7 @@ play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Play
 
 
 def defer_in_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its events to :class:`Player`."""
+    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Player`."""
     return pipeline_steps.follow_pairs(original, context.state(Player))
 
 
