@@ -111,7 +111,7 @@ class DenseAttention(Backend):
 
 
 class Reference(DenseAttention):
-    """Plain PyTorch; materializes scores of shape ``[batch, heads, query_length, key_length]``."""
+    """Backend in plain PyTorch, with all scores in memory: ``[batch, heads, query_length, key_length]``."""
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
@@ -158,7 +158,7 @@ def _has(operators: Iterable[str]) -> bool:
 
 
 class Cpu(DenseAttention):
-    """PyTorch's flash attention for CPUs, which also returns the log-sum-exp."""
+    """Backend that calls PyTorch's flash attention for CPUs, which also returns the log-sum-exp."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cpu":
@@ -205,7 +205,7 @@ def _cpu_operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
 
 
 class Cuda(DenseAttention):
-    """PyTorch's flash attention, if PyTorch was built with it."""
+    """Backend that calls PyTorch's flash attention for CUDA; unsupported if PyTorch was built without."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cuda":
@@ -274,7 +274,7 @@ def _cuda_size(query: Tensor, value: Tensor) -> int:
 
 
 class Npu(DenseAttention):
-    """torch_npu's fused attention, which returns the softmax maximum and sum of each query."""
+    """Backend that calls torch_npu's fused attention, which returns each query's softmax maximum and sum."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         reason = unavailable(shape.device, "npu_fusion_attention", "npu_fusion_attention_grad")

@@ -116,7 +116,7 @@ class GroupedMatmul(Backend, Protocol):
 
 
 class Reference(GroupedMatmul):
-    """Plain PyTorch: one product after another, in fp32 or wider."""
+    """Backend in plain PyTorch: one product per group, in fp32 or wider."""
 
     READS_SIZES = True
 
@@ -137,7 +137,7 @@ class Reference(GroupedMatmul):
 
 
 class Cpu(GroupedMatmul):
-    """One matmul per group, written directly into the output.
+    """Backend that writes one matmul per group directly into the output.
 
     Torch's own ``grouped_mm`` is a loop on CPUs too. It requires aligned widths, has no fp64, and cannot add
     to an existing gradient. Accumulating inside the matmul makes this loop faster than one linear layer per
@@ -178,7 +178,7 @@ class Cpu(GroupedMatmul):
 
 
 class Npu(GroupedMatmul):
-    """torch_npu's grouped matmul operators."""
+    """Backend that calls torch_npu's grouped matmul operators."""
 
     READS_SIZES = False
 

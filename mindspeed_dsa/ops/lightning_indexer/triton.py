@@ -181,7 +181,7 @@ def slab_rows(query_length: int, key_length: int) -> int:
 
 
 def selected_rows(query_length: int, key_length: int, length: int) -> int:
-    """Return the number of rows whose fp32 scores and ``length``-entry lists fit into the byte budget."""
+    """Return the number of rows to select for at once: scores and ``length``-entry lists fit the budget."""
     return max(1, min(query_length, SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
 
 

@@ -23,7 +23,7 @@ _MIN_LIST, _MAX_LIST = 1024, 8192
 
 
 def selection_constants(topk: int) -> dict[str, Any]:
-    """Return the sizes of the selection's list, sample and blocks for ``topk`` entries per row."""
+    """Return the kernel's sizes of candidate list, sample and blocks, for ``topk`` entries per row."""
     length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
     return {"LIST": length, "SAMPLE": 4096, "BLOCK": 2048}
 

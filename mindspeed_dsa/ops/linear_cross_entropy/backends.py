@@ -103,7 +103,7 @@ class LinearCrossEntropy(Backend):
 
 
 class Reference(LinearCrossEntropy):
-    """The formula in PyTorch with autograd, with all logits in memory."""
+    """Backend that computes the loss from all logits in plain PyTorch, with backward by autograd."""
 
     KIND = "autograd"
 
@@ -162,7 +162,7 @@ class _Room:
 
 
 class Chunked(LinearCrossEntropy):
-    """PyTorch operations on chunks of tokens.
+    """Backend that computes loss and gradients for one chunk of tokens at a time, in PyTorch.
 
     For each chunk, logits are computed, reduced to losses, overwritten with their gradient, and multiplied
     with both operands. No logits outlive their chunk.

@@ -86,7 +86,10 @@ class AutogradPermuter(_Permuter, Protocol):
 
 
 class GradientPermuter(_Permuter, Protocol):
-    """Backend with its own backward; ``sort_chunks`` with the inverse order is its own gradient."""
+    """Backend with its own backward.
+
+    The backward of ``sort_chunks`` is ``sort_chunks`` with the inverse order.
+    """
 
     KIND: Literal["gradients"]
 
@@ -110,7 +113,7 @@ Permuter = AutogradPermuter | GradientPermuter
 
 
 class _Plain(_Permuter, Protocol):
-    """Permutations with PyTorch's own gathers."""
+    """Base class of backends that permute with PyTorch's gathers."""
 
     def permute(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
@@ -133,7 +136,7 @@ def _in_order(chunks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 class Reference(_Plain, AutogradPermuter):
-    """Gather and indexed sum, with autograd."""
+    """Backend that gathers rows and sums them by index in plain PyTorch, with backward by autograd."""
 
     KIND: Literal["autograd"] = "autograd"
 
@@ -153,7 +156,7 @@ class Reference(_Plain, AutogradPermuter):
 
 
 class Cpu(_Plain, GradientPermuter):
-    """PyTorch gathers and sums that read and write every row only once."""
+    """Backend with PyTorch gathers and sums that read and write every row only once."""
 
     KIND: Literal["gradients"] = "gradients"
 
@@ -258,7 +261,7 @@ def _blocks(
 
 
 class Npu(GradientPermuter):
-    """torch_npu's operators, which require the same number of experts for every token.
+    """Backend that calls torch_npu's operators, which need the same number of experts for every token.
 
     Each token then owns ``topk`` rows, and the operators' ``sorted_indices [tokens * topk]`` is
     :attr:`RowMap.rows`.

@@ -168,7 +168,7 @@ def _gather(
 def _add_up(
     source: Tensor, found: RowMap, tokens: int, probs: Tensor | None, addend: Tensor | None
 ) -> Tensor:
-    """Return the sum of each token's rows and the addend, ``[tokens, hidden]``."""
+    """Return, for each token, the sum of its permuted rows plus ``addend``: ``[tokens, hidden]``."""
     hidden = source.shape[1]
     total = source.new_empty(tokens, hidden)
     block = _block(hidden)

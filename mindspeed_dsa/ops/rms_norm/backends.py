@@ -33,7 +33,7 @@ class Norm(Backend):
 
 
 class Reference(Norm):
-    """PyTorch's function with autograd."""
+    """Backend that calls PyTorch's RMSNorm and leaves backward to autograd."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         return normalize(F.rms_norm, hidden, weight, eps)
@@ -56,7 +56,7 @@ class GradientNorm(Norm):
 
 
 class Cpu(GradientNorm):
-    """PyTorch operations: a forward that reads each row once for its norm, and a short backward."""
+    """Backend with few PyTorch operations; forward reads each row once to compute its norm."""
 
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -85,7 +85,7 @@ def _constant(eps: float, dtype: torch.dtype) -> Tensor:
 
 
 class Cuda(Norm):
-    """Liger-Kernel's autograd function."""
+    """Backend that calls Liger-Kernel's autograd function."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return liger.unavailable(shape, shape["hidden"])
@@ -99,7 +99,7 @@ class Cuda(Norm):
 
 
 class Npu(GradientNorm):
-    """torch_npu's operators for output and gradients."""
+    """Backend that calls torch_npu's operators for output and gradients."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):

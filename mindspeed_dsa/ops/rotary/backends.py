@@ -44,7 +44,7 @@ class Rotator(Backend):
 
 
 class Reference(Rotator):
-    """The formula in PyTorch."""
+    """Backend that computes the rotation formula in plain PyTorch."""
 
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         return cos, sin, sin
@@ -79,7 +79,7 @@ def _to_pairs(halves: Tensor) -> Tensor:
 
 
 class Cpu(Rotator):
-    """PyTorch with few operations: the sine table includes the signs, so coordinates are only swapped."""
+    """Backend with few PyTorch operations: it swaps coordinates, as the sine table includes the signs."""
 
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         # In both directions the sine is negative for the first coordinate of a pair.
@@ -121,7 +121,7 @@ def _swapped(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 class Cuda(Cpu):
-    """The CPU backend's PyTorch operations, on NVIDIA GPUs.
+    """Backend that runs the CPU backend's PyTorch operations on NVIDIA GPUs.
 
     Liger-Kernel is not used: its kernel rotates query and key together, in place, but Megatron passes one
     tensor at a time.
@@ -129,7 +129,7 @@ class Cuda(Cpu):
 
 
 class Npu(Rotator):
-    """torch_npu's operator, which also computes the backward, with negated angles."""
+    """Backend that calls torch_npu's rotary operator; backward calls it with negated angles."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -59,7 +59,7 @@ def copy_rows(target, starts, mask, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_indices(row_indices, tile, length, layout: gl.constexpr):
-    """Load the entries of a tile, -1 past the last key."""
+    """Load a tile of a row's key positions, with -1 past the row's last key."""
     position = tile * BLOCK + gl.arange(0, BLOCK, layout=layout)
     return gl.load(row_indices + position, mask=position < length, other=-1)
 

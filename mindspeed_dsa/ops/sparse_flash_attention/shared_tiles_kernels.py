@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def position_of(wanted, row_indices, length, BITS: tl.constexpr):
-    """Return the lower bound of ``wanted`` in an ascending list, and whether it is in the list."""
+    """Return the lower bound of ``wanted`` in an ascending row, and whether the row has ``wanted``."""
     position = tl.zeros_like(wanted)
     for step in tl.static_range(BITS):
         further = position + (1 << (BITS - 1 - step))
@@ -113,7 +113,7 @@ def reorder_kernel(
 
 @triton.jit
 def tiles_of_rows(row, ends, lengths, inside, TILE: tl.constexpr):
-    """Return, for some rows, the number of tiles shared by four, by four or two, and in total."""
+    """Return each row's numbers of tiles: shared by four rows, shared by four or two rows, and all."""
     by_four = tl.load(ends + row * 2, mask=inside, other=0) // TILE
     by_two = tl.load(ends + row * 2 + 1, mask=inside, other=0) // TILE
     return by_four, by_two, tl.cdiv(tl.load(lengths + row, mask=inside, other=0), TILE)

@@ -26,7 +26,7 @@ class SwiGLU(Backend):
 
 
 class Reference(SwiGLU):
-    """The formula in PyTorch with autograd."""
+    """Backend that computes the SwiGLU formula in plain PyTorch, with backward by autograd."""
 
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         gate, up = (gate_up if bias is None else gate_up + bias).chunk(2, -1)  # [..., ffn] each
@@ -60,7 +60,7 @@ class GradientSwiGLU(SwiGLU):
 
 
 class Cpu(GradientSwiGLU):
-    """PyTorch operations; intermediates common to the gate and up gradients are computed once."""
+    """Backend in PyTorch; backward computes terms that the gate and up gradients share only once."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
@@ -83,7 +83,7 @@ class Cpu(GradientSwiGLU):
 
 
 class Cuda(GradientSwiGLU):
-    """Liger-Kernel's kernels for concatenated ``[gate, up]`` rows."""
+    """Backend that calls Liger-Kernel's kernels for concatenated ``[gate, up]`` rows."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return liger.unavailable(shape, shape["ffn"])
@@ -99,7 +99,7 @@ class Cuda(GradientSwiGLU):
 
 
 class Npu(GradientSwiGLU):
-    """torch_npu's operators for output and gradient."""
+    """Backend that calls torch_npu's operators for output and gradient."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -110,7 +110,7 @@ def store_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def add_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Add atomically to rows that other programs add to as well, in no fixed order."""
+    """Add ``value`` to rows in memory with atomics: other programs add to them too, in no fixed order."""
     column = tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
