@@ -103,7 +103,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Record:
-    """Record of one rank.
+    """Record of the collectives and messages that one rank has started.
 
     Attributes:
         job: identifier shared by all ranks of the job.

@@ -73,7 +73,8 @@ def tracked(folder: Path) -> tuple[int | str | None, str]:
     """Read a tracker file.
 
     Returns:
-        Iteration, ``release``, or ``None``; and a description of a problem with the file, or an empty string.
+        Iteration or ``release`` that the file names, or ``None``; and a description of a problem with the
+        file, or an empty string.
     """
     try:
         with open(folder / TRACKER, "rb") as file:
@@ -229,7 +230,10 @@ def _shortened(passed: Sequence[str]) -> str:
 
 
 def _candidates(folder: Path, latest: int | str | None) -> Iterator[int | None]:
-    """Yield the checkpoints to consider in order of preference, including the tracker's."""
+    """Yield the iterations of candidates in order of preference; ``None`` stands for ``release``.
+
+    The tracker's iteration and older ones come first.
+    """
     existing = iterations(folder)
     if latest == RELEASE:
         yield None

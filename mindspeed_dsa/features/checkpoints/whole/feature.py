@@ -46,7 +46,7 @@ def active(settings: Any) -> bool:
 
 
 def check_saves(args: Any, options: Options) -> Iterator[str]:
-    """Yield errors for URLs as folders, and for formats that ``--async-save`` cannot save."""
+    """Yield errors for URLs in ``--save`` or ``--load``, and formats that ``--async-save`` cannot save."""
     written = argument(args, "ckpt_format")
     # Releases with `async_strategy` save all Megatron formats except `torch` asynchronously.
     served = (

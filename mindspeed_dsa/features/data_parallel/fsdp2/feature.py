@@ -89,7 +89,10 @@ _REFUSED = {
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether ``--use-torch-fsdp2`` or one of our options is set; ``check_fsdp2`` needs the former."""
+    """Return whether ``--use-torch-fsdp2`` or an option of it is set.
+
+    Options without the flag are errors, which ``check_fsdp2`` reports.
+    """
     return bool(getattr(settings, "use_torch_fsdp2", False)) or any(
         _is_given(settings, name) for name in _OWN
     )

@@ -65,12 +65,12 @@ class Options(LayerOptions):
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Return the layer attributes of the modules that swap."""
+        """Return the names of the layer attributes that hold the selected modules."""
         return tuple(MODULES[name] for name in self.names)
 
     @property
     def smallest(self) -> int:
-        """Return the size in bytes of the smallest storage that swaps."""
+        """Return the size in bytes below which a storage stays on the device, with the default filled in."""
         return DEFAULT_MIN_BYTES if self.min_bytes is None else self.min_bytes
 
 

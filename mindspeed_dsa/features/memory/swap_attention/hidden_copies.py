@@ -199,7 +199,7 @@ class OfLayer:
 
 
 class Choice(pipeline_steps.Follower):
-    """Swap decisions for all layers, and the current step."""
+    """Measurements and limits of swapping for all layers, updated as training steps begin."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)

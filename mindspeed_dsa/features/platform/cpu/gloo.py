@@ -119,7 +119,7 @@ _BACKWARD_TAG = 2  # gradients, to the previous rank
 
 
 class Sends(list[tuple[Any, torch.Tensor]]):
-    """Sends of pipeline schedules that may be incomplete: ``(work, alias of the sent tensor)``."""
+    """List of pipeline sends that may be incomplete, as ``(work, alias of the sent tensor)``."""
 
     def __init__(self, context: Context[None]) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ Run = Callable[[int], object]
 
 
 class Tuning:
-    """Cache of the best numbers of chunks in a session."""
+    """Cache of the fastest number of chunks per :class:`Problem`, for one session."""
 
     def __init__(self, context: Context[Any]) -> None:
         self._log = context.log
