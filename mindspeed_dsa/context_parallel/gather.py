@@ -348,7 +348,7 @@ def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
 
     Args:
         out: output of all computations that read the rows.
-        gathered: gathers that have been waited for.
+        gathered: all-gathers of the rows, after their :meth:`GatheredRows.wait`.
 
     Returns:
         Tensor to use in place of ``out``; its backward gathers the rows.

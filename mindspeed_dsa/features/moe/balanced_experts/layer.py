@@ -90,7 +90,7 @@ class _Forward(Companion):
 
     Attributes:
         transfer: transfer of the moved experts' weights.
-        counts: number of this rank's tokens for each expert that it receives.
+        counts: number of this rank's tokens for each expert whose weights it receives.
         cold: number of rows (token copies) left to the dispatcher.
         indices: tokens of the received experts, sorted by expert, ``[rows]``; one row per token and expert.
         rows: hidden states of ``indices``, later the experts' outputs, ``[rows, hidden]``.

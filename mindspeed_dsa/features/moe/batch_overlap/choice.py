@@ -59,7 +59,7 @@ class State:
         Args:
             layer: Megatron's ``MoELayer``, or a transformer layer that contains one.
             group: expert parallel process group.
-            run: function that runs the layer's forward in a mode.
+            run: function that runs the layer's forward in the mode passed to it.
         """
         random = self._context.megatron("core.tensor_parallel.random")
 

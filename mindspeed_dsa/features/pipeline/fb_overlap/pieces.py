@@ -37,7 +37,7 @@ class Handover:
     Attributes:
         dispatch, combine: transfers in flight between two pieces.
         combined: combine of the first forward, if this forward is a recomputation; it is not sent again.
-        shared: stand-in for the shared expert's output, if that was computed without a graph.
+        shared: placeholder for the shared expert's output, if the output was computed without a graph.
         norm: Megatron's ``CheckpointWithoutOutput`` of the norm before the experts.
         routing_map: routing map for a separate permutation node.
     """
@@ -99,7 +99,7 @@ class Pieces:
 
         Args:
             hidden: hidden states, ``[sequence, batch, hidden]``.
-            followed: whether to notify features that follow the layer's forward.
+            followed: whether to call the callbacks that features have registered for the layer's forward.
 
         Returns:
             Edge of the dispatch ``[0]``, for :meth:`forward_experts`. For a dense layer, the hidden states

@@ -91,7 +91,7 @@ def serve_without_transformer_engine(args: Any, flag: str = FLAG) -> list[str]:
 
     Args:
         args: job arguments, changed in place.
-        flag: our flag that replaces it.
+        flag: our flag that replaces ``--delay-wgrad-compute``, for the messages.
 
     Returns:
         Log messages, one per changed argument.
