@@ -31,7 +31,7 @@ _INNER_LIMIT = 65536
 
 
 class Groups:
-    """Row counts of consecutive groups, with cached copies on the host and of the group ends on the device.
+    """Row counts of consecutive groups; caches the counts on the host and the group ends on the device.
 
     Args:
         tokens_per_expert: ``[groups]`` integers, on the host or on a device; must not be modified afterwards.

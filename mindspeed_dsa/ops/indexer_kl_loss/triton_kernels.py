@@ -250,10 +250,10 @@ def dense_key_gradient_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute partial gradients of a tile of keys; one program per tile of keys and share of the rows.
+    """Compute partial key gradients; one program per tile of keys and per one of ``SPLITS`` row ranges.
 
-    No other program adds to its part of ``grad_key``, which is ``[SPLITS, keys, dim]`` fp32 with a stride of
-    ``grad_split`` for the first axis. ``grad_scores`` is ``[rows, key_length]``.
+    No other program adds to the same part of ``grad_key``, which is ``[SPLITS, keys, dim]`` fp32 with a
+    stride of ``grad_split`` for the first axis. ``grad_scores`` is ``[rows, key_length]``.
     """
     split = tl.program_id(0) % SPLITS
     first_key = (tl.program_id(0) // SPLITS) * BLOCK_N

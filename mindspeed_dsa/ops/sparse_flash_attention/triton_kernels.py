@@ -369,7 +369,7 @@ def backward_query_kernel(
     GROUPS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Multiply gradients of the scores with keys.
+    """Compute the gradients of queries: multiply the gradients of their scores with the keys.
 
     One program per row, block of heads and part of the columns. ``indices`` are the entries of the chunk's
     rows, in the order of ``grad_scores``. With GROUPS > 1, the heads of ``grad_scores`` are in the register
