@@ -116,7 +116,7 @@ def iterations(folder: Path) -> list[int]:
 
 
 def state_of(folder: Path, iteration: int | None, contents: bool = False) -> State:
-    """Check a checkpoint.
+    """Check a checkpoint's files without loading them, and return its state.
 
     Args:
         folder: parent folder of the checkpoints.

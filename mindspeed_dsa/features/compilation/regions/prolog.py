@@ -271,7 +271,7 @@ def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
 
 
 def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
-    """Reshape ``[s * b, ...]`` to ``[s, b, ...]``, with s and b of ``like``."""
+    """Reshape each tensor ``[s * b, ...]`` to ``[s, b, ...]``, with ``s`` and ``b`` from ``like``."""
     shape = like.shape[:2]
     return tuple([rows if rows is None else rows.view(*shape, *rows.shape[1:]) for rows in found])
 

@@ -1,6 +1,6 @@
 """Selection of the parameters to shard, and of the dimension and ranks for each parameter.
 
-Dense weights are sharded over all data and context parallel ranks, or over the ranks that share a copy.
+Dense weights are sharded over all data and context parallel ranks, or over ``--fsdp2-sharding-size`` of them.
 Experts, on request, are sharded over the ranks that hold the same experts: Megatron's expert data parallel
 group.
 """

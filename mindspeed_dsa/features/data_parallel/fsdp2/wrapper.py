@@ -38,7 +38,7 @@ class _Whole:
     """Handlers for the gradients of unsharded ("whole") and sharded parameters.
 
     Attributes:
-        ddp: Megatron's DDP of these parameters; ``None`` if there are none.
+        ddp: Megatron's DDP of the unsharded parameters; ``None`` if there are none.
         sharded: check of the sharded parameters' first gradients; ``None`` if there are none.
     """
 

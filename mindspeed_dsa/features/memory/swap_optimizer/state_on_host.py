@@ -35,7 +35,7 @@ _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 
 
 class _Construction:
-    """Placeholder memory for master weights while an optimizer is constructed; ``None`` otherwise."""
+    """Holder of ``freed``: placeholder memory of master weights while an optimizer is constructed."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.freed: FreedStorage | None = None

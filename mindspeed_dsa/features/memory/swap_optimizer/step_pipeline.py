@@ -90,7 +90,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Piece:
-    """Slice ``[start:end]`` of a flat parameter, at columns ``column`` and following of a chunk."""
+    """Slice ``[start:end]`` of a flat parameter, stored in a chunk from column ``column`` on."""
 
     parameter: Parameter
     start: int

@@ -163,7 +163,7 @@ def refuse_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``quantize_param_shard`` to skip empty lists; without Transformer Engine they would raise."""
+    """Decorate ``quantize_param_shard``, which needs Transformer Engine, to return if its lists are empty."""
 
     def quantize_param_shard(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         if model_params:
