@@ -98,7 +98,7 @@ def _are_ids(value: object) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object in a file; empty if there is none."""
+    """Return the JSON object in a file; empty if the file does not exist or has no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -76,7 +76,7 @@ def read_config(path: Path, who: str) -> dict[str, Any]:
 
 
 def _without_wrapper(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys of its ``text_config``, which some quantization tools write."""
+    """Return the configuration with the keys in ``text_config``, which some tools write, at the top level."""
     inner = content.get("text_config")
     if not isinstance(inner, dict) or "vision_config" in content:  # with images it is another model
         return content
@@ -205,7 +205,7 @@ def _experts(config: Mapping[str, Any], where: str, architecture: Architecture) 
 
 
 def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return Megatron's flags for layers that share selected keys; the file's layer numbers start at 0.
+    """Return Megatron's arguments for layers that share selected keys; the file counts layers from 0.
 
     A list of types has priority. Frequency and offset are returned if they describe the same layers.
     """
@@ -249,14 +249,14 @@ def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _letters(pattern: str | list[Any], layers: int) -> str | None:
-    """Return a pattern as one letter, F or S, per layer; ``None`` if it is no pattern of so many layers."""
+    """Return a pattern as a string with F or S per layer; ``None`` if invalid or of another length."""
     words = list(pattern) if isinstance(pattern, (str, list)) else []
     letters = "".join(_LETTERS.get(str(word).upper(), "") for word in words)
     return letters if len(letters) == len(words) == layers else None
 
 
 def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str, ...]) -> list[str]:
-    """Return a list with one allowed word per layer."""
+    """Return the list under key ``name``, after a check that it has one allowed word per layer."""
     types, layers = config[name], config["num_hidden_layers"]
     if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= set(allowed):
         raise SettingsError(
@@ -322,7 +322,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _routing(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return the arguments of the router that a file decides."""
+    """Return the router's arguments, as far as ``config.json`` determines them."""
     groups, group_topk = _groups(config, architecture)
     scale = architecture.said(config, "routed_scaling_factor")
     routing: dict[str, Any] = {
@@ -337,7 +337,7 @@ def _routing(config: Mapping[str, Any], architecture: Architecture) -> dict[str,
 
 
 def _no_numbers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
-    """Yield an error for each value that should be a positive number."""
+    """Yield a message for each value that should be a positive number but is not."""
     rope = parameters_of(config)
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield "its rope parameters are not one table of numbers"
@@ -397,7 +397,7 @@ def _without_megatron(config: Mapping[str, Any], architecture: Architecture) -> 
 
 
 def _with_more(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
-    """Yield keys of parts that no supported architecture has, and that change a model's outputs."""
+    """Yield a message for each key of a model part that changes outputs and that is not supported here."""
     for name in ABSENT:
         # Qwen's files give the window's size even where no layer uses it.
         unused = name == "sliding_window" and architecture.said(config, "use_sliding_window") is False

@@ -21,8 +21,8 @@ class Key(NamedTuple):
 
     Attributes:
         name: name of the key.
-        where: key whose models need this one; empty for all models.
-        readers: dict from reader to its value where the key is missing, or :data:`NEEDED`.
+        where: another key; only models that have it need this key. Empty for all models.
+        readers: dict from program to the default that it uses if the key is missing, or :data:`NEEDED`.
     """
 
     name: str
@@ -63,7 +63,7 @@ KEYS = (
 
 
 def lacking(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each missing key: who reads it, and with which value instead.
+    """Yield a sentence for each missing key: the programs that read it, and the defaults that they use.
 
     Args:
         config: content of a ``config.json``.

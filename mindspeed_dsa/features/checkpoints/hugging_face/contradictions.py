@@ -25,12 +25,12 @@ _ROWS = 2**12
 
 
 def first_contradiction(files: Reader) -> str | None:
-    """Return a message on the first weight whose shape is not the configuration's; ``None`` if all agree."""
+    """Return the first message of :func:`contradictions`; ``None`` if all shapes agree."""
     return next(contradictions(files), None)
 
 
 def contradictions(files: Reader) -> Iterator[str]:
-    """Yield a message for each weight whose shape is not the configuration's."""
+    """Yield a message for each weight with another shape than ``config.json`` states."""
     shapes = files.architecture.shapes
     for name in files.names:
         keys = shapes.get(_EXPERT.sub("{expert}", _LAYER.sub("", name)), ())
@@ -47,7 +47,7 @@ def contradictions(files: Reader) -> Iterator[str]:
 
 
 def _size(described: Mapping[str, Any], keys: str) -> int | None:
-    """Return a product of sums of keys; ``None`` if one of them is no number."""
+    """Return the value of an expression of keys, such as ``a * (b + c)``; ``None`` if a key has no number."""
     size = 1
     for part in keys.split(" * "):
         values = [described.get(key) for key in part.strip("()").split(" + ")]
@@ -59,17 +59,17 @@ def _size(described: Mapping[str, Any], keys: str) -> int | None:
 
 
 def layer_of(name: str) -> int:
-    """Return the number of a tensor's layer in the files, or -1."""
+    """Return the layer number in a Hugging Face tensor name, or -1 for tensors outside of layers."""
     _, found, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return int(number) if found and number.isdecimal() else -1
 
 
 def layers_beyond(names: Iterable[str], shape: Shape, predictions: int) -> str:
-    """Return a message on layers that the configuration does not mention; empty: there are none.
+    """Return a message about layers in the files that ``config.json`` does not count; empty if none.
 
     Args:
-        names: tensors of these layers.
+        names: names of the tensors in layers that are not counted.
         shape: layers of the model.
         predictions: number of multi-token prediction layers in the configuration.
     """
@@ -88,7 +88,9 @@ def layers_beyond(names: Iterable[str], shape: Shape, predictions: int) -> str:
 
 
 def differing_copies(files: Reader, shape: Shape) -> Iterator[str]:
-    """Yield a message for each weight that is stored again and differs, though Megatron has one of the two.
+    """Yield a message for each weight that the files store twice with different values.
+
+    Megatron has only one tensor for both, for example for tied embeddings.
 
     Args:
         files: weights of the model.

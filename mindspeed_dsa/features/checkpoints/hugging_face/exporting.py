@@ -115,7 +115,7 @@ class Plan:
     # -- tensors -------------------------------------------------------------------------------
 
     def _find(self) -> dict[str, list[Piece]]:
-        """Return the checkpoint's regions of each Hugging Face tensor's rows, in the order of the model."""
+        """Return a dict from Hugging Face tensor to the checkpoint regions with its rows, in model order."""
         stacks, wanted = dict(self._stacks()), list(self.shape.places())
         missing = [str(place) for place in wanted if place not in stacks]
         more = sorted(str(place) for place in stacks.keys() - set(wanted))
@@ -152,7 +152,7 @@ class Plan:
         return pieces
 
     def _filled_rows(self) -> int:
-        """Return the number of embedding rows up to the last one that is not zero, as padding is."""
+        """Return the number of embedding rows up to the last nonzero one; padding rows are zero."""
         key = "embedding.word_embeddings.weight"
         if (stored := self._reader.tensors.get(key)) is None or stored.size[0] <= self.vocabulary:
             return self.vocabulary  # missing tensors are reported with all others
@@ -163,7 +163,7 @@ class Plan:
         return self.vocabulary + (int(filled[-1]) + 1 if len(filled) else 0)
 
     def _stacks(self) -> Iterator[tuple[Place, tuple[str, tuple[int, ...]]]]:
-        """Yield each tensor of the checkpoint, with its key and its offset in the key's stacked tensor."""
+        """Yield the place of each checkpoint tensor, with its key and its offset along stacked axes."""
         for key, stored in self._reader.tensors.items():
             if key.startswith(_OF_OPTIMIZER):
                 continue
@@ -176,7 +176,7 @@ class Plan:
                 yield place, (key, offset)
 
     def _split(self, place: Place, key: str, offset: tuple[int, ...]) -> Iterator[tuple[str, Piece]]:
-        """Yield the Hugging Face tensors whose rows, concatenated, are one tensor of the checkpoint."""
+        """Yield the Hugging Face tensors that one checkpoint tensor concatenates, each with its region."""
         stored = self._reader.tensors[key]
         rows, *rest = stored.size[len(offset) :]
         if place.name in PADDED:
@@ -252,12 +252,12 @@ class Plan:
             raise RunError(f"{_WHO}: {self.target} exists already; remove it, or name another folder")
 
     def write(self, rank: int, ranks: int, progress: Callable[[int], Callable[[int], None]]) -> None:
-        """Write this process's share of the files.
+        """Write the files that are assigned to this process.
 
         Args:
             rank: index of this process.
             ranks: number of processes that share the work.
-            progress: function that takes the bytes of the whole share, and returns a callback for the bytes
+            progress: function that takes this process's total bytes, and returns a callback for the bytes
                 of each written tensor.
         """
         # Processes share whole files, round robin: no two of them write the same file.
@@ -270,7 +270,7 @@ class Plan:
                     wrote(done)
 
     def _write(self, writer: Writer, tensors: Mapping[str, Tensor], name: str) -> int:
-        """Write the parts of a weight and its factors that belong to a file; return their bytes."""
+        """Write a weight and its factors, as far as they belong to the writer's file; return their bytes."""
         parts = dict(zip((name, name + FACTORS), self._weight(name), strict=True))
         # Factors may be in the next file, and may have another dtype.
         made = {
@@ -353,7 +353,7 @@ class Plan:
 
 
 def _kept(like: Reader, name: str) -> Piece:
-    """Return a weight of the reference model that is in no checkpoint, and so has no key."""
+    """Return a piece for a weight that only the reference model has, with an empty checkpoint key."""
     shape, dtype = like.shape(name), like.dtype(name)
     dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     data = torch.empty(shape, dtype=dtype, device="meta")
@@ -361,7 +361,7 @@ def _kept(like: Reader, name: str) -> Piece:
 
 
 def _whole(pieces: Sequence[Piece]) -> Tensor:
-    """Return a Hugging Face tensor on the meta device."""
+    """Return the Hugging Face tensor that consists of ``pieces``, on the meta device."""
     return torch.cat([piece.data for piece in pieces])
 
 

@@ -145,7 +145,7 @@ class Reader:
         return self._factors[name].stored.dtype if name in self._factors else None
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Return the rows and columns that share a factor of a weight; ``None`` unless FP8."""
+        """Return rows and columns of a weight's FP8 block, which shares one factor; ``None`` unless FP8."""
         return self._factors[name].block if name in self._factors else None
 
     def check_factors(self) -> None:
@@ -229,7 +229,7 @@ class Reader:
             self._count(name, non_finite(into if into.device.type == "cpu" else part))
 
     def count(self, name: str, rows: Tensor | None = None) -> None:
-        """Add NaN and infinities in rows of a weight, by default all, to :attr:`non_finite`."""
+        """Add the number of NaN and infinities in a weight, or in ``rows`` of it, to :attr:`non_finite`."""
         self._count(name, non_finite(self._weights[name] if rows is None else rows))
 
     def _count(self, name: str, count: int) -> None:
@@ -247,7 +247,7 @@ class Reader:
 
 
 def non_finite(numbers: Tensor) -> int:
-    """Count NaN and infinities in a tensor on the CPU, a part of 2^20 elements at a time."""
+    """Count NaN and infinities in a CPU tensor, in chunks of about 2^20 elements."""
     if numbers.numel() == 0:
         return 0
     numbers = numbers.reshape(1) if numbers.dim() == 0 else numbers
@@ -285,7 +285,10 @@ def _tensors(folder: Path, problems: list[str]) -> tuple[dict[str, Tensor], Mapp
 def _experts_apart(
     tensors: Mapping[str, Tensor], files: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Replace fused experts, as transformers has them in memory, by views of each expert."""
+    """Replace each tensor that fuses all experts of a layer by views, one per expert and projection.
+
+    Files with fused experts have the names that transformers uses in memory.
+    """
     apart, places = dict[str, Tensor](), dict[str, str]()
     for name, tensor in tensors.items():
         fused, separate = _FUSED.fullmatch(name), {name: tensor}

@@ -101,7 +101,7 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
 
 
 def lacks(arguments: Mapping[str, Any], release: str) -> str:
-    """Return what a release lacks for a model; empty if nothing."""
+    """Return text that names a model's requirements that a release does not meet; empty if none."""
     if arguments.get("moe_shared_expert_gate") and Version(release) < Version("0.16.dev0"):
         return f"the shared expert has a gate, and Megatron-core {release} no flag for it; use 0.16 or later"
     return ""
@@ -142,7 +142,7 @@ def _flag(name: str) -> str:
 
 
 def _line(name: str, value: Any, release: str) -> list[str] | None:
-    """Return the flag that gives an argument its value, and its words; ``None`` if no flag is needed."""
+    """Return a list of the flag and the words that set an argument; ``None`` if no flag is needed."""
     if name in _NEGATED:
         return None if value else [_NEGATED[name]]
     if value is None or value is False or (name in ALWAYS_SINCE_0_19 and rotates_first(release)):

@@ -1,8 +1,8 @@
-"""Layouts of quantised weights in files: FP8 with factors is read, other layouts are named.
+"""Layouts of quantised weights in files: FP8 with factors is read, other layouts are reported by name.
 
-A layout shows in names, dtypes and shapes of tensors. Factors of an FP8 weight ``X.weight`` are named
+Layouts are recognised by names, dtypes and shapes of tensors. Factors of an FP8 weight ``X.weight`` are named
 ``X.weight_scale_inv`` (DeepSeek), ``X.weight_scale`` (compressed-tensors, ModelOpt) or ``X.scale``
-(DeepSeek-V4). All of them multiply. There is one per block, one per row, or one for the tensor.
+(DeepSeek-V4). The weight is multiplied by its factors: one per block, one per row, or one for the tensor.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sort(tensors: Mapping[str, Tensor], block: tuple[int, int], blocks_only: boo
 
 
 def block_of(quantised: Mapping[str, Any]) -> Any:
-    """Return the block of a ``quantization_config``: DeepSeek's key or compressed-tensors'; else ``None``."""
+    """Return the block size in a ``quantization_config`` of DeepSeek or compressed-tensors, else ``None``."""
     groups = quantised.get("config_groups")
     settings = [quantised, *(groups.values() if isinstance(groups, dict) else ())]
     for each in settings:
@@ -131,7 +131,7 @@ def _add_fp8(
     block: tuple[int, int],
     blocks_only: bool,
 ) -> None:
-    """Add an FP8 weight's factors, or the reason why it cannot be read."""
+    """Add an FP8 weight's factors to ``by_use``, or else the reason why the weight cannot be read."""
     if not factors:
         by_use.problems.append(f"{name} is in FP8, and {name}{FACTORS} with its factors is not there")
         return
@@ -169,7 +169,7 @@ def _add_fp8(
 
 
 def _weight_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the weight whose factors a name stands for; ``None`` for other names."""
+    """Return the weight's name if ``name`` is the name of a weight's factors, else ``None``."""
     for suffix in _SUFFIXES:
         weight = name.removesuffix(suffix)
         if weight != name and (weight in tensors or weight.endswith(_WEIGHT) or suffix == FACTORS):
@@ -189,7 +189,7 @@ def _is_of_activations(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _packed(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the layout that a tensor's name and companions show; ``None`` if they show none."""
+    """Return the packed layout of a tensor, recognised by its and its neighbours' names, or ``None``."""
     stem, _, last = name.rpartition(".")
     if last == "weight_packed":
         if tensor.dtype == torch.int32:

@@ -78,7 +78,7 @@ class _Once:
 
 
 def goes_on(job: Any) -> bool:
-    """Return whether ``--load`` has a checkpoint, as seen by the first rank; all ranks must call it."""
+    """Return whether the first rank finds a checkpoint in ``--load``. All ranks must call this function."""
     folder = argument(job, "load")
     return bool(folder) and decided(lambda: (Path(folder) / TRACKER).is_file(), _WHO)
 

@@ -218,7 +218,7 @@ def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[st
 
 
 def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
-    """Yield a message if the embedding has too few rows; padding may add more."""
+    """Yield a message if the job's embedding has fewer rows than the files'; more rows are padding."""
     padded, unpadded = value_of(args, "padded_vocab_size"), value_of(args, "vocab_size")
     name, here = ("vocab_size", unpadded) if padded in (MISSING, None) else ("padded_vocab_size", padded)
     # Without --padded-vocab-size, Megatron-LM pads once the tokenizer is built, after this check.
@@ -359,7 +359,7 @@ def _indexers(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator
 
 
 def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
-    """Yield a message if different layers select keys and thus own indexers."""
+    """Yield a message if other layers select keys, and own indexers, in the job than in the files."""
     layers = arguments["num_layers"]
     if value_of(args, "num_layers") not in (MISSING, layers):
         return
@@ -386,7 +386,7 @@ def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterat
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Difference between the tensor names of a model and its files.
+    """Differences between the tensor names of a job's model and of the files.
 
     Attributes:
         missing: names that the files lack, without indexers.

@@ -89,7 +89,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:
-    """Return the place of a tensor, and the number of leading axes of the offset that its name includes.
+    """Return the place of a checkpoint tensor, and the number of its leading stacked axes.
+
+    Indices of layer and expert that the key does not state are taken from the offset along these axes.
 
     Args:
         key: key of a tensor in a distributed checkpoint, without a prefix.
@@ -230,7 +232,7 @@ class Shape:
             yield from (Place(block, layer, expert, name, inner) for name in tensors.experts)
 
     def names(self, place: Place) -> tuple[str, ...]:
-        """Return the names of the Hugging Face tensors whose rows are a tensor's.
+        """Return the names of the Hugging Face tensors that Megatron's tensor consists of.
 
         Raises:
             UnknownName: the architecture has no such tensor.
@@ -247,11 +249,11 @@ class Shape:
         return tuple(layer + name.format(expert=place.expert) for name in table[place.name])
 
     def segments(self, place: Place, rows: int) -> list[Segment]:
-        """Return the rows of Hugging Face's tensors that are a tensor's, in its order.
+        """Return the rows of Hugging Face tensors that form Megatron's tensor, in the order of its rows.
 
         Args:
             place: position of the tensor.
-            rows: number of its rows.
+            rows: number of rows of Megatron's tensor.
         """
         names = self.names(place)
         # A gated projection is gate_proj and up_proj one above the other: two names share the rows.
@@ -267,13 +269,13 @@ class Shape:
         ]
 
     def repeated(self) -> Iterator[tuple[str, str]]:
-        """Yield tensors of multi-token prediction layers that repeat the model's, and the model's tensors."""
+        """Yield pairs ``(copy, original)``: tensor of an MTP layer in the files, and the model's tensor."""
         for layer in range(len(self.prediction_indexers)):
             for name, original in self.architecture.tensors.repeated.items():
                 yield f"model.layers.{self.layers + layer}.{name}", original
 
     def idle(self) -> Iterator[str]:
-        """Yield the indexers' names in files for layers that share a selection, and so have none here."""
+        """Yield the files' names of indexer tensors in layers that have no indexer in Megatron's model."""
         owners = (*self.indexers, *self.prediction_indexers)
         for layer, owns in enumerate(owners if any(owners) else ()):
             for names in self.architecture.tensors.indexer.values() if not owns else ():

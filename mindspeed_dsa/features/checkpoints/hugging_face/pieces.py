@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Piece:
-    """Region of a tensor in a checkpoint of Megatron.
+    """Region of a tensor in a Megatron checkpoint.
 
     Attributes:
         place: position of the tensor in the model.
@@ -83,7 +83,7 @@ def pieces_of(state: Mapping[str, Any], megatron: Megatron) -> Iterator[tuple[An
 
 
 def _leaves(built: Any) -> list[Any]:
-    """Return the shards that a factory has built, which may be nested."""
+    """Return a flat list of the sharded tensors that a ``ShardedTensorFactory`` has built."""
     if isinstance(built, Mapping):
         return [shard for each in built.values() for shard in _leaves(each)]
     if isinstance(built, (list, tuple)):

@@ -86,7 +86,7 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
 
 
 def _is_of(target: Path, checkpoint: Path) -> bool:
-    """Return whether the folder was exported from this checkpoint, or is not a model at all."""
+    """Return whether ``target`` was exported from this checkpoint, or contains no model."""
     # After a rollback the step is trained again, and its checkpoint is newer than the exported model.
     described = target / config.FILE
     return not described.is_file() or described.stat().st_mtime_ns >= (checkpoint / INDEX).stat().st_mtime_ns
@@ -117,7 +117,7 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
 
 
 def _require_one_checkpoint(plan: Plan, ranks: int, who: str) -> None:
-    """Raise on all ranks if a rank still sees an earlier training of the step."""
+    """Raise on all ranks if ranks see different checkpoints, for example a stale one of the same step."""
     digests: list[str] = [""] * ranks
     if ranks > 1:
         # torch gives each checkpoint a number of its own, which is in the index.

@@ -180,7 +180,7 @@ class Checkpoint(FileSystemReader):
 
 
 class _Taken:
-    """Read target that keeps the loaded tensor; a copy would take as long as the rest of the read."""
+    """Load target that stores the loaded tensor itself. A copy takes as long as the rest of the read."""
 
     tensor: Tensor
 
@@ -201,14 +201,14 @@ class _Taken:
 
 
 class _Into(DefaultLoadPlanner):
-    """Planner that loads into a single target."""
+    """Load planner that puts the only requested tensor into a given target."""
 
     def __init__(self, target: Tensor | _Taken) -> None:
         super().__init__()
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
-        """Return the part of the target that a read item fills."""
+        """Return the slice of the target that PyTorch fills for ``read_item``."""
         if isinstance(self._target, _Taken):
             return self._target
         ends = zip(read_item.dest_offsets, read_item.lengths, strict=True)

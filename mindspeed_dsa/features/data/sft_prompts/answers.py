@@ -1,4 +1,4 @@
-"""Targets of conversations: the tokens of answers, found in the rendering of a chat template."""
+"""Loss targets of conversations: the tokens of assistant answers, found in the chat template's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 
 def prepare(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``SFTTokenizer.__init__``: refuse unusable tokenizers, pad with a token that never counts."""
+    """Decorate ``SFTTokenizer.__init__``: refuse unusable tokenizers, and pad with bos instead of eos."""
 
     def __init__(self: Any, tokenizer_path: str, prompt_format: str) -> None:
         original(self, tokenizer_path, prompt_format)
@@ -48,7 +48,7 @@ def prepare(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def mask_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``SFTTokenizer.tokenize_conversation``, which returns numpy arrays of tokens and targets."""
+    """Decorate ``SFTTokenizer.tokenize_conversation``: exclude prompt tokens from the returned targets."""
 
     def tokenize_conversation(
         self: Any, conversation: Sequence[Message], return_target: bool, add_generation_prompt: bool
@@ -91,7 +91,10 @@ def mask_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted(messages: Sequence[Message], tokens: Any, tokenizer: Any, render: Render) -> tuple[Any, Any]:
-    """Return the conversation's tokens, the last answer ended, and which of them count in the loss."""
+    """Return the conversation's tokens, and a bool array that is true for tokens that count in the loss.
+
+    If the template writes no end after the last answer, a token that ends it is appended.
+    """
 
     def places(text: str) -> Any:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -119,15 +122,16 @@ def _counted(messages: Sequence[Message], tokens: Any, tokenizer: Any, render: R
 def answers(
     messages: Sequence[Message], whole: str, render: Render, places: Callable[[str], Any]
 ) -> Iterator[tuple[int, int, int]]:
-    """Find the answers of a conversation in its rendering.
+    """Find the assistant answers of a conversation in the text that the chat template renders.
 
-    Each answer is between the contents of its neighbours. The text in front of it is shared with the prompt
-    that a model gets, and the text behind it with the rendering of another answer.
+    An answer is between the contents of the previous and the next message. The template's text in front of
+    the answer is found by rendering the prompt only, and the text behind it by rendering another answer.
 
     Args:
         messages: conversation.
         whole: rendering of the conversation.
-        render: renderer of messages; if its second argument is true, with the prompt for an answer.
+        render: function from messages to text; if its second argument is true, the text ends with the prompt
+            for an answer.
         places: function from a text to the start and end of each token, shape [tokens, 2].
 
     Yields:
@@ -171,7 +175,7 @@ def answers(
 
 
 def _stop(messages: Sequence[Message], tokenizer: Any, render: Render) -> list[int]:
-    """Return the token that would follow the last answer: the next turn's mark, or the end of text."""
+    """Return a list with the token that ends the last answer: the next turn's first token, or end of text."""
     messages = [*messages, {"role": "tool" if messages[-1].get("tool_calls") else "user"}]
     probes = _probes(messages, "")
     text = render(_blank(messages, probes))
@@ -191,7 +195,7 @@ def _probes(messages: Sequence[Message], text: str) -> list[str]:
 
 
 def _blank(messages: Sequence[Message], probes: Sequence[str]) -> list[Message]:
-    """Replace contents by probes; an answer loses its reasoning and its calls of tools, too."""
+    """Return the messages with contents replaced by probes; answers also lose reasoning and tool calls."""
     kept = ({} if message["role"].lower() == "assistant" else message for message in messages)
     return [
         {**rest, "role": message["role"], "content": probe}

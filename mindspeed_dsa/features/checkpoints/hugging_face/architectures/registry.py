@@ -64,14 +64,14 @@ def find(config: Mapping[str, Any], where: str) -> Architecture:
 
 
 def of_class(config: Mapping[str, Any]) -> Architecture | None:
-    """Return the architecture with the class in ``architectures``, for a model type that is not known."""
+    """Return the architecture of the class that ``architectures`` names, for an unknown ``model_type``."""
     classes = config.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else None
     return next((each for each in ARCHITECTURES if each.class_name == first), None)
 
 
 def of_job(args: Any) -> Architecture:
-    """Return the architecture that a job trains: the one with most of its arguments."""
+    """Return the architecture that a job trains: the one that agrees with most of the job's arguments."""
     known: Iterable[Architecture] = ARCHITECTURES
     if not hasattr(args, "multi_latent_attention") and getattr(args, "kv_lora_rank", None):
         # A loop other than Megatron-LM's may set latent attention in its model's configuration only.

@@ -92,9 +92,9 @@ class Tensors:
     """Names of the weights in a layer, by the part of the layer.
 
     Attributes:
-        attention: norms and attention, without the next three.
-        query: projection of queries without a latent.
-        latent_query: projections of queries from a latent.
+        attention: norms and attention, except query projections and indexer.
+        query: query projection of models without a latent query.
+        latent_query: query projections of models with a latent query.
         indexer: indexer of DSA.
         dense: MLP of a layer without experts.
         routed: router of a layer with experts.
@@ -102,9 +102,9 @@ class Tensors:
         experts: an expert; ``{expert}`` stands for its number.
         prediction: multi-token prediction layer outside of its transformer layer. Hugging Face numbers these
             layers after the decoder's.
-        repeated: dict from tensors of a multi-token prediction layer that repeat the model's to the model's;
-            Megatron stores them once.
-        buffers: suffixes of names in files that carry no weights.
+        repeated: dict from a multi-token prediction layer's copy to the model's own tensor; Megatron stores
+            only one of them.
+        buffers: name suffixes of tensors in files that are no weights.
     """
 
     attention: Parts
@@ -121,7 +121,7 @@ class Tensors:
 
     @property
     def layer(self) -> Parts:
-        """Tensors of a transformer layer, whatever its parts."""
+        """Names of all tensors that a transformer layer may have, dense or with experts."""
         return {
             **self.query,
             **self.latent_query,
@@ -136,14 +136,14 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that distinguishes an architecture.
+    """Table of one Hugging Face architecture: configuration keys, Megatron's arguments, names of weights.
 
     Attributes:
         types: values of ``model_type``; the first one is written.
         class_name: class of transformers, for ``architectures``.
         tensors: names of weights.
         sizes: dict from Megatron's argument to the key with its value, a positive number.
-        sums: dict from key to the keys whose sum it is.
+        sums: dict from key to other keys; its value is the sum of their values.
         defaults: values of transformers' class for keys that a file may leave out.
         only: dict from key to the values that Megatron can compute; the first one is the class's default, and
             is written.
@@ -180,12 +180,12 @@ class Architecture:
     mindspeed_llm: str = ""
 
     def said(self, config: Mapping[str, Any], name: str) -> Any:
-        """Return a value of the file, or transformers' default if the file has none."""
+        """Return a key's value in ``config.json``, or transformers' default if the file lacks the key."""
         value = config.get(name, config.get(self.aliases.get(name, name)))
         if value is None:
             return self.only[name][0] if name in self.only else self.defaults.get(name)
         return value
 
     def has(self, config: Mapping[str, Any], name: str) -> bool:
-        """Return whether a file says a size, or may leave it out."""
+        """Return whether ``config.json`` has the key of a size, or the key has a default."""
         return not {name, self.aliases.get(name)}.isdisjoint(config) or name in self.defaults
