@@ -29,7 +29,8 @@ class Check:
 
     Attributes:
         folder: folder of the model.
-        progress: function called with the bytes of all weights; returns a callback for the bytes of each.
+        progress: function called with the bytes of all weights; returns a callback for the bytes of each
+            weight.
         read: description of the weights that were read.
         notes: differences that are no problem.
     """
@@ -67,7 +68,7 @@ class Check:
                 yield f"{name} in {files.file(name)}: {count} of {numbers} numbers are NaN or infinite"
 
     def _structure(self, values: Mapping[str, Any], files: Reader) -> Iterator[str]:
-        """Yield differences of names and shapes from the model of the configuration."""
+        """Yield tensor names and shapes in the files that differ from the model of ``config.json``."""
         shape = Shape.of(argparse.Namespace(**values), files.architecture)
         gaps = Mismatch.of(shape, files)
         if gaps.unexpected:

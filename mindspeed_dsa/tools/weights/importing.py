@@ -54,7 +54,7 @@ _PART_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Import:
-    """A model to be imported.
+    """Input and output of one import: Hugging Face files, and the Megatron checkpoint to write.
 
     Attributes:
         files: reader of the Hugging Face files.
@@ -84,7 +84,7 @@ class Import:
 
 
 def run(wanted: Import, progress: Progress) -> None:
-    """Write the checkpoint; under torchrun, each process writes a share of its files.
+    """Write the checkpoint; under torchrun, each process writes some of its files.
 
     Args:
         wanted: model to import.
@@ -211,7 +211,7 @@ def _read(piece: Piece, files: Reader, shape: Shape) -> Tensor:
 
 
 def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
-    """Write a checkpoint's files with PyTorch's writer; collective, each process writes a share.
+    """Write a checkpoint's files with PyTorch's writer. All processes must call it; each writes some files.
 
     Args:
         folder: checkpoint's folder.
@@ -296,7 +296,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield groups of consecutive items that share a file."""
+    """Yield lists of consecutive items, one list for each file to write."""
     ends = itertools.accumulate(map(_nbytes, items))
     numbered = zip(ends, items, strict=True)
     # Items whose end is in the same multiple of 512 MiB share a file.
@@ -306,7 +306,7 @@ def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Switch off ``torch.save``'s CRC32 checksums, which take three times as long as the rest."""
+    """Switch off CRC32 checksums of ``torch.save``, which take three times as long as the rest of a save."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

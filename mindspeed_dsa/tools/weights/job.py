@@ -117,7 +117,7 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
 
 
 def _completed(values: Mapping[str, Any], said: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags, with the files' values for arguments without one."""
+    """Return the job's model arguments: values of its flags, and the files' values for all others."""
     usual = dict(values)
     if before_0_14(release_here()) and "original_max_position_embeddings" in values:
         usual["max_position_embeddings"] = values["original_max_position_embeddings"]
@@ -150,7 +150,7 @@ def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
 
 
 def export(options: argparse.Namespace, progress: Progress) -> Plan:
-    """Write the export requested by a command line; under torchrun, each process writes a share of its files.
+    """Write the export requested by a command line; under torchrun, each process writes some of its files.
 
     Raises:
         RunError: on all ranks, if the checkpoint cannot be read or the files cannot be written.
@@ -161,7 +161,7 @@ def export(options: argparse.Namespace, progress: Progress) -> Plan:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the plan of an export, whose checkpoint is a folder of one step.
+    """Return the plan of the requested export. The checkpoint is resolved to the folder of one step.
 
     Raises:
         RunError: the checkpoint cannot be read.
@@ -223,7 +223,7 @@ def newest(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def processes() -> Iterator[None]:
-    """Initialize the process group for the block, if a launcher such as torchrun has started this process."""
+    """Initialize the default process group in the block, if torchrun or the like started this process."""
     alone = "WORLD_SIZE" not in os.environ
     if not alone:
         dist.init_process_group("gloo")
