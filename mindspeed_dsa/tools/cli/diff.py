@@ -217,7 +217,7 @@ def _word(site: SiteResult) -> str:
 
 
 def _sources(text: str, root: str) -> SourceTree:
-    """Return the source tree that ``PATH_OR_VERSION`` names.
+    """Return the Megatron source tree that the command line argument ``PATH_OR_VERSION`` names.
 
     Raises:
         SettingsError: the text is neither a wheel, a folder, a release nor 'installed'.
@@ -267,6 +267,6 @@ def _version(text: str) -> str:
 
 
 def _release(tree: SourceTree, root: str) -> str | None:
-    """Return the release that the sources declare."""
+    """Return the Megatron-core release that the sources declare, ``None`` if they declare none."""
     info = tree.module(f"{root}.core.package_info")
     return versions.version_in_source(info.text) if info is not None and info.text else None

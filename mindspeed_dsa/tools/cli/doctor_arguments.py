@@ -42,11 +42,11 @@ class JobParser(argparse.ArgumentParser):
 
     @property
     def names(self) -> set[str]:
-        """All spellings of all flags."""
+        """All option strings of the parser's flags, such as ``--seed``."""
         return set(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message instead of exiting.
+        """Raise an error with argparse's message, where argparse would exit.
 
         Raises:
             SettingsError: always.

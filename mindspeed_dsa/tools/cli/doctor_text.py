@@ -21,7 +21,7 @@ NOT_NEEDED = "not needed here"
 
 
 def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
-    """Return the findings as text.
+    """Return doctor's text report.
 
     Args:
         findings: result of ``doctor.examine``.
@@ -141,7 +141,7 @@ def _operators(findings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _changes(findings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fork's changes to patched functions."""
+    """Yield a line for each patched function that the Megatron fork has changed."""
     rows = findings.get("changes", ())
     if rows:
         yield "changed in this Megatron, and patched:"

@@ -186,7 +186,7 @@ class Agreement:
 
     @property
     def rows(self) -> int:
-        """Number of compared query tokens."""
+        """Number of query tokens that were compared between the two recordings."""
         return self.whole["same"]
 
     def value(self, name: str | int) -> float | None:
@@ -288,7 +288,7 @@ def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass
 
 
 def total(layers: Mapping[int, Agreement]) -> Agreement:
-    """Return the sum over all layers."""
+    """Return one :class:`Agreement` with the counts of all layers added up."""
     result = Agreement()
     for layer in layers.values():
         result.add(layer)

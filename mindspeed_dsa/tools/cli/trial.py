@@ -136,7 +136,7 @@ class _Side:
         self.name, self.log, self._process = name, log, process
 
     def step(self) -> dict[str, float]:
-        """Train one step and return its record."""
+        """Request one training step from the subprocess, and return the step's record."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # answer() reports a dead process with its log
             self._process.stdin.write(b"\n")
@@ -177,7 +177,7 @@ def _started(name: str, length: int, output: Path) -> Iterator[_Side]:
 
 
 def summary(records: Records, length: int) -> dict[str, Any]:
-    """Summarise the step records of both sides.
+    """Return losses, speed and peak memory of both sides, computed from their step records.
 
     Args:
         records: dict from side to one record per step: loss, seconds, peak memory in bytes.
@@ -203,7 +203,7 @@ def summary(records: Records, length: int) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the comparison table."""
+    """Return the lines of a table that compares the two sides, from the result of :func:`summary`."""
     stock, fused = (found["sides"][name] for name in SIDES)
     speed = fused["tokens_per_s"] / stock["tokens_per_s"]
     memory = fused["peak_memory_bytes"] / stock["peak_memory_bytes"]

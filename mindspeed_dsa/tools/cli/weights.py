@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the subcommand ``import``, ``export``, ``flags`` or ``check``."""
+    """Run ``weights import``, ``export``, ``flags`` or ``check``, and return the exit status."""
     own_words, flags = list(argv), []
     if "--" in own_words:
         cut = own_words.index("--")

@@ -45,7 +45,7 @@ class Job(Protocol):
         """Return the command of one run, with its outputs in ``folder``."""
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return additional environment variables of one run."""
+        """Return environment variables to add for the run whose outputs are in ``folder``."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def launcher(nproc: int) -> list[str]:
 
 @dataclass
 class Run:
-    """A finished run of one side."""
+    """One finished run of the job, with the flags of one side of a comparison."""
 
     side: str
     repeat: int

@@ -25,7 +25,7 @@ from mindspeed_dsa.session.records import (
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
-    """Inspect every patch target in every recorded release.
+    """Return a new record: every patch target, inspected in the sources of every recorded release.
 
     Args:
         previous: existing record, used if a release's sources do not have the target's package: wheels up to
@@ -68,7 +68,7 @@ def _branch(clone: Path) -> str | None:
 
 
 def _commit(clone: Path, ref: str) -> Development:
-    """Return the last commit of a branch."""
+    """Return the last commit of branch ``ref`` in a clone of Megatron-LM."""
     commit, date = _git(clone, "log", "-1", "--format=%H %cs", ref).stdout.decode().split()
     text = _git(clone, "show", f"{ref}:{ROOT}/core/package_info.py").stdout.decode()
     version = versions.version_in_source(text)
@@ -78,7 +78,7 @@ def _commit(clone: Path, ref: str) -> Development:
 
 
 def _sources(clone: Path, ref: str) -> SourceTree:
-    """Read Megatron's sources at a tag or branch."""
+    """Return Megatron's source tree at tag or branch ``ref`` of a clone of Megatron-LM."""
     done = _git(clone, "archive", "--format=zip", ref, ROOT)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()

@@ -237,7 +237,7 @@ class Job:
         return bool(set(self.text(flag)) & set("$`"))
 
     def open(self) -> Iterator[Given]:
-        """Yield the flags without an outcome."""
+        """Yield the flags for which neither rules nor tables have decided an outcome yet."""
         return (given for given in list(self.given.values()) if given.flag not in self.outcomes)
 
     def before(self, release: str) -> bool:

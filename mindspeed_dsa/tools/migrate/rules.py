@@ -19,7 +19,7 @@ _NORMS = ("--rmsnorm-weight-in-fp32", "--init-norm-weight-in-fp32", "--input-lay
 
 
 def apply(job: Job) -> None:
-    """Apply every rule, in order."""
+    """Apply all translation rules to a job's flags, in their order."""
     for rule in RULES:
         rule(job)
 

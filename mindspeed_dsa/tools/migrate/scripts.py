@@ -48,7 +48,7 @@ class Migrated:
         return self.path.with_name(f"{self.path.stem}{_MARK}{self.path.suffix}")
 
     def record(self) -> dict[str, Any]:
-        """Return the result for JSON."""
+        """Return the script's translation, notes and paths as plain data for JSON."""
         return {
             "script": str(self.path),
             "starts": self.script,

@@ -56,7 +56,7 @@ class Translation:
         return tuple(outcome for outcome in self.outcomes if outcome.results)
 
     def of(self, kind: Kind) -> tuple[Outcome, ...]:
-        """Return the outcomes of one kind."""
+        """Return the outcomes with verdict ``kind``."""
         return tuple(outcome for outcome in self.outcomes if outcome.kind == kind)
 
     def counts(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ def own_flags() -> set[str]:
 
 
 def translate(flags: Sequence[Given], release: Version | None = None) -> Translation:
-    """Translate flags.
+    """Translate a MindSpeed command line's flags to flags of Megatron and this library.
 
     Args:
         flags: flags as returned by :func:`mindspeed_dsa.tools.migrate.job.split`.
@@ -149,7 +149,7 @@ def quoted(word: str) -> str:
 
 
 def _answer(job: Job, given: Given, row: Row) -> None:
-    """Apply a row's verdict to a flag."""
+    """Add the outcome of a flag to ``job``, according to the verdict in its table row."""
     if row.switch and row.switch not in job:
         job.is_dropped(given.flag, f"MindSpeed does not read it without {row.switch}.")
     elif given.value in row.refused:

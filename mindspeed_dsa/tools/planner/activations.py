@@ -88,7 +88,7 @@ class Layer:
         self.length = job.sequence
 
     def items(self) -> list[Kept]:
-        """Return all kept activations, before recomputation and swapping."""
+        """Return all activations that the layer keeps without recomputation and swapping."""
         h, model = self.model.hidden, self.model
         kept = [*self._norm("input_norm", h, recomputed=True)]
         if not model.latent:
@@ -304,7 +304,7 @@ def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:
 
 
 def by_part(items: Iterable[Kept]) -> dict[str, float]:
-    """Return a dict from part to bytes."""
+    """Return a dict from part of the model to the sum of its kept bytes."""
     sums: dict[str, float] = {}
     for item in items:
         sums[item.part] = sums.get(item.part, 0.0) + item.nbytes

@@ -41,7 +41,7 @@ class Transfer:
 
 
 def of_job(job: Job) -> list[list[Transfer]]:
-    """Return the transfers of each pipeline rank."""
+    """Return, for each pipeline rank, its communication in one training step."""
     weights = sizes.rank_weights(job)
     return [
         [each for each in _Rank(job, rank, weights[rank]).transfers() if each.nbytes]
@@ -329,7 +329,7 @@ def _times(each: Transfer, count: int) -> Transfer:
 
 
 def by_group(transfers: list[Transfer]) -> dict[str, float]:
-    """Return a dict from process group to bytes."""
+    """Return a dict from process group to the bytes that its transfers receive in a step."""
     sums: dict[str, float] = {}
     for transfer in transfers:
         sums[transfer.group] = sums.get(transfer.group, 0.0) + transfer.nbytes

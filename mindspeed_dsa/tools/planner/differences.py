@@ -35,12 +35,12 @@ class Difference:
 
     @property
     def memory_sum(self) -> float:
-        """Total difference in bytes."""
+        """Change in device memory in bytes, summed over the table's rows."""
         return sum(self.memory.values())
 
     @property
     def seconds_sum(self) -> float:
-        """Total difference in seconds of a step."""
+        """Change in step time in seconds, summed over its parts."""
         return sum(self.seconds.values())
 
     def text(self) -> str:
@@ -75,7 +75,7 @@ def words_of(flag: str) -> list[str]:
 
 
 def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], Plan]) -> list[Difference]:
-    """Return the difference for each flag.
+    """Return, for each flag, the difference that it makes to the plan ``before``.
 
     Args:
         chosen: flags as given.

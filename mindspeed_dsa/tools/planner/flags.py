@@ -214,7 +214,7 @@ def _ours() -> list[Flag]:
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, set[str], list[str]]:
-    """Parse a job's command line.
+    """Parse a job's command line, and separate the flags that the planner does not read.
 
     The first word may be the script; ``pretrain_dsa.py`` selects the example job's defaults.
 

@@ -161,7 +161,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of the job's ranks."""
+        """Number of devices that the layout uses, one per rank."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property

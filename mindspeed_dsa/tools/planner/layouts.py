@@ -71,7 +71,7 @@ def check(job: Job, any_number: bool = False) -> None:
 
 
 def works(job: Job) -> bool:
-    """Return whether the layout is valid."""
+    """Return whether Megatron accepts the job's layout."""
     return next(_problems(job), None) is None
 
 
@@ -262,7 +262,7 @@ def _problems(job: Job) -> Iterator[str]:
 
 
 def split_of(layout: Layout, model: Model) -> Split:
-    """Return the layout's split of the decoder layers."""
+    """Return the assignment of decoder layers to pipeline ranks and chunks under this layout."""
     return Split(
         layers=model.layers,
         ranks=layout.pp,

@@ -69,22 +69,22 @@ class RankMemory:
 
     @property
     def kept(self) -> float:
-        """Bytes of kept activations at the peak."""
+        """Bytes of the activations that are kept for backward when the rank's memory is largest."""
         return sum(self.activations.values())
 
     @property
     def beside(self) -> float:
-        """Largest bytes in addition to :attr:`state`: in forward and backward, or in the optimizer step."""
+        """Largest bytes on top of :attr:`state`, in forward and backward or in the optimizer step."""
         return max(self.kept + sum(self.temporary.values()), self.step)
 
     @property
     def allocated(self) -> float:
-        """Bytes of all tensors at the peak."""
+        """Bytes of all tensors when the rank's memory is largest."""
         return self.state + self.beside
 
     @property
     def total(self) -> float:
-        """Bytes at the peak, with the allocator's overhead."""
+        """Bytes of all tensors when the rank's memory is largest, plus the allocator's overhead."""
         return self.allocated + self.allocator
 
 

@@ -74,7 +74,7 @@ class Plan:
         return work.utilisation(self.job, rate, self.device.tflops)
 
     def record(self) -> dict[str, Any]:
-        """Return the plan for a JSON file."""
+        """Return the plan as plain data for JSON."""
         return {
             "layout": {**asdict(self.job.layout), "devices": self.job.layout.devices},
             "model": {
@@ -118,7 +118,7 @@ def budget(device: Device) -> float:
 
 
 def verdict(worst: RankMemory, device: Device) -> str:
-    """Return the verdict on a rank's memory.
+    """Return :data:`FITS`, :data:`TIGHT` or :data:`TOO_LARGE`: whether a rank's memory fits the device.
 
     Args:
         worst: memory of the rank that needs most.
@@ -135,7 +135,7 @@ def on_node(ranks: Sequence[RankMemory], job: Job, device: Device) -> float:
 
 
 def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = False) -> Plan:
-    """Plan one job.
+    """Return the plan of a job: estimated memory, communication, FLOPs and step time.
 
     Args:
         job: checked job.

@@ -137,7 +137,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """Part that takes longest."""
+        """Name of the part of the step that takes longest."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 

@@ -205,7 +205,7 @@ def said(error: BaseException) -> str:
 
 
 def run(platform: str, tell: Callable[[dict[str, Any]], None], folder: Path) -> None:
-    """Run all cases.
+    """Train, save and resume the small model in all cases, and report every stage.
 
     Args:
         platform: platform of the device.
