@@ -24,7 +24,7 @@ class Session(Protocol):
         """Add the flags of all features."""
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Write the settings into a namespace."""
+        """Write the session's settings into a job's argument namespace."""
 
     def rewrite(self, args: Any) -> None:
         """Let features change a job's arguments."""

@@ -234,7 +234,7 @@ def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
 
 @cache
 def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
-    """Build a subclass of this Megatron's ``ColumnParallelLinear``."""
+    """Return a class for a norm fused with this Megatron's ``ColumnParallelLinear``."""
     base: Any = megatron("core.tensor_parallel.layers").ColumnParallelLinear
 
     class LayerNormColumnParallelLinear(base):

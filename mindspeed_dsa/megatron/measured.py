@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 
 
 def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[str]:
-    """Refuse choices based on timing under ``--deterministic-mode``.
+    """Yield a problem if a choice depends on timing although the job sets ``--deterministic-mode``.
 
     Every feature that measures with :func:`timed` calls this check.
 

@@ -405,5 +405,5 @@ def offer(layer: Any, steps: CompiledSteps) -> None:
 
 
 def steps_of(layer: Any) -> CompiledSteps | None:
-    """Return a layer's compiled steps, or ``None``."""
+    """Return the compiled functions registered for a layer with :func:`offer`, or ``None``."""
     return _steps.get(layer)

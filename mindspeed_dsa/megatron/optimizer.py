@@ -139,7 +139,7 @@ class OptimizerState:
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """Return the feature's state for a new optimizer, which has parameters; ``None`` if unneeded."""
+        """Return the feature's state for a newly built optimizer with parameters; ``None`` for no state."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
@@ -149,15 +149,15 @@ class OptimizerState:
         """Called if ``prepare_grads`` decides to skip the step, for example because of a NaN gradient."""
 
     def step(self, call: Callable[[], bool]) -> bool:
-        """Update the weights."""
+        """Update the master weights; ``call`` runs Megatron's own step."""
         return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Copy the master weights to the model's weights."""
+        """Copy the master weights to the model's weights; ``call`` runs Megatron's own copy."""
         call()
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
-        """Copy the master weights from the model's weights, or from a model state dict."""
+        """Set the master weights from the model's weights, or from a model state dict, with ``call``."""
         call()
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
@@ -165,7 +165,7 @@ class OptimizerState:
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Load the result of :meth:`state_dict`."""
+        """Load a saved result of :meth:`state_dict`; ``call`` runs Megatron's own loading."""
         return call()
 
     def get_parameter(self, place: Place, call: Callable[[], Any]) -> Any:
@@ -445,5 +445,5 @@ class Writes:
         )
 
     def may_have_happened(self) -> bool:
-        """Return False if the tensors certainly were not written, else True."""
+        """Return False if it is certain that no tensor was written since this object was created."""
         return not self._are_counted or self._before != [tensor._version for tensor in self._tensors]

@@ -40,7 +40,7 @@ class Follower:
         return True
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Called when the followed step is done."""
+        """Called when a training step ends for which :meth:`begins` returned True."""
 
     def before(self, events: Sequence[Event]) -> None:
         """Called before a forward, a backward, a combined pair, or a computation of deferred gradients."""

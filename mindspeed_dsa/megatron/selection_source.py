@@ -253,7 +253,7 @@ class Selections:
             self.latest = Selected(place.source, topk_indices, by_run)
 
     def read(self, place: Place) -> Selected:
-        """Return the selection that a sharing layer uses.
+        """Return the stored selection of the layer below that the sharing layer ``place`` uses.
 
         Raises:
             RuntimeError: the source layer has not run before it.
@@ -270,7 +270,7 @@ class Selections:
         return latest
 
     def release(self, place: Place) -> None:
-        """Drop the selection after its last reader."""
+        """Drop the stored selection if the layer ``place`` is the last one that reads it."""
         if place.is_last:
             self.latest = None
 

@@ -41,7 +41,7 @@ class Sharing:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Build from a job's arguments or a model's configuration; missing arguments mean no sharing."""
+        """Build the rule from a job's arguments or a model's configuration; by default no layers share."""
         if getattr(config, "experimental_attention_variant", "dsa") != "dsa":
             return cls()
         frequency = getattr(config, "dsa_indexer_topk_freq", None)
@@ -91,7 +91,7 @@ class Sharing:
         return layer
 
     def computing(self, layers: int, mtp_layers: int = 0) -> int:
-        """Return the number of layers that select keys."""
+        """Return the number of layers that select keys, among decoder and multi-token prediction layers."""
         decoder = sum(self.computes(layer) for layer in range(1, layers + 1))
         return decoder + sum(self.mtp_computes(layer) for layer in range(1, mtp_layers + 1))
 

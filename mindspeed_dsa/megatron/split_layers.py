@@ -104,7 +104,7 @@ def accompany(dispatcher: Any, companion: Companion | None) -> None:
 
 
 def companion_of(dispatcher: Any) -> Companion | None:
-    """Return a dispatcher's companion, or ``None``."""
+    """Return the companion stored on a token dispatcher, or ``None``."""
     companion: Companion | None = getattr(dispatcher, _COMPANION, None)
     return companion
 

@@ -119,7 +119,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def new_event(self, timing: bool = False) -> Event:
-        """Create an event that is not recorded yet."""
+        """Create an event; with ``timing`` it can measure times. It is not recorded yet."""
 
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -163,7 +163,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> MemoryFigures:
-        """Return the memory in use."""
+        """Return the memory that this process and its device use now, and the device's peak."""
 
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:

@@ -47,7 +47,7 @@ class CpuEvent:
         pass
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Return the milliseconds between the two records.
+        """Return the milliseconds between the recordings of this event and ``end_event``.
 
         Raises:
             ValueError: an event has no ``enable_timing``, or was never recorded.
@@ -190,7 +190,7 @@ class CpuPlatform(Platform):
         """Do nothing: pages are returned with their tensor."""
 
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Return memory of the host pool."""
+        """Return memory from the host pool, which CPU kernels access like any other."""
         return shared.keep(math.prod(size) * dtype.itemsize, owner).view(dtype).view(*size)
 
     def memory(self) -> MemoryFigures:

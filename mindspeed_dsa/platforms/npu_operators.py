@@ -150,7 +150,7 @@ class Product:
     """Whether ``npu_rms_norm`` takes an fp32 weight with a 16-bit input."""
 
     def limits(self) -> dict[str, str]:
-        """Return the limits as ``doctor`` prints them."""
+        """Return a dict from limit to its value in words, for ``doctor``."""
         heads = self.indexer_heads
         whole = heads == tuple(range(1, heads[-1] + 1))
         fused = f"fused for {INDEXER_GRADIENT_HEADS} heads and topk {INDEXER_GRADIENT_TOPK}"

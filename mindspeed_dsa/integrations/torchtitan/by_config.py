@@ -265,7 +265,7 @@ class Sparse(ModelConfigConverter):
         return _told_of_the_step(model_config)
 
     def replace(self, model: Any, rows: int | None) -> None:
-        """Replace every latent attention of a model's configuration.
+        """Replace every latent attention in a model's configuration by sparse attention.
 
         Args:
             model: model's configuration, changed in place.

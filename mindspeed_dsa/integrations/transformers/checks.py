@@ -38,7 +38,7 @@ class Family:
     rotate: str
 
     def named(self, name: str) -> Any:
-        """Return a class or function of the module."""
+        """Return the class or function ``name`` of the family's transformers module."""
         return getattr(import_module(self.module), name)
 
 
@@ -141,7 +141,7 @@ def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool)
 
 
 def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterator[str]:
-    """Yield every problem of a model."""
+    """Yield every reason why the model is not supported in its current state."""
     config = model.config
     implementation = config._attn_implementation
     if any(hasattr(attention, ATTRIBUTE) for attention in attentions.values()):
