@@ -184,11 +184,11 @@ class Feature:
         return list(self.check(args, self.options(args) if self.options else None))
 
     def patches_for(self, settings: Any) -> Sequence[Patch]:
-        """Return the patches for these settings, in order."""
+        """Return the patches to apply under these settings, in their declared order."""
         return self.patches if self.rows is None else self.rows(settings)
 
     def conflicting(self, names: Container[str], settings: Any) -> Iterator[Conflict]:
-        """Yield the conflicts with features that are on.
+        """Yield this feature's conflicts with features that are on.
 
         Args:
             names: names of the features that are on.

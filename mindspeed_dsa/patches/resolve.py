@@ -48,7 +48,7 @@ class Resolution:
     unknown: str = ""
 
     def merge(self, other: Resolution) -> None:
-        """Add the result of another alternative."""
+        """Add the candidates of ``other``, the resolution of an alternative binding of the same name."""
         self.found += [item for item in other.found if item not in self.found]
         self.missing = self.missing or other.missing
         self.unknown = self.unknown or other.unknown

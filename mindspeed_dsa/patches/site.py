@@ -83,7 +83,7 @@ class Site:
 
     @property
     def who(self) -> str:
-        """Names of the site's features, for messages."""
+        """Comma-separated names of the features that claim this site, for messages."""
         return ", ".join(dict.fromkeys(claim.who for claim in self.claims))
 
     @property
@@ -245,7 +245,7 @@ class Site:
     # -- during --------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Install the prepared object.
+        """Assign the prepared object to the target.
 
         Raises:
             PatchDeclarationError: the target has another value after the assignment.

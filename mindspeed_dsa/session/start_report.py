@@ -135,7 +135,7 @@ def counted(states: dict[str, int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns of text by their width in a terminal."""
+    """Return one line of text per row, with cells padded to columns of equal width in a terminal."""
     widths = [max(_columns(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = (
         (cell + " " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True))

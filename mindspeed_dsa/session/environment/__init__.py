@@ -114,7 +114,7 @@ def _failed(check: EnvironmentCheck, error: Exception) -> Finding:
 
 
 def records(found: Sequence[Found]) -> list[dict[str, str]]:
-    """Return the findings as plain data."""
+    """Return the findings of environment checks as plain data for JSON."""
     return [
         {"check": check.name, "level": each.level, "who": each.who, "what": each.what, "do": each.do}
         for check, each in found

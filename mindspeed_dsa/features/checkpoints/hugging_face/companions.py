@@ -33,7 +33,7 @@ _WEIGHTS = (INDEX, "*.safetensors")
 
 
 def copy(folder: Path, into: Path) -> None:
-    """Copy the files next to a model's weights.
+    """Copy the tokenizer and other files next to a model's weights to the folder ``into``.
 
     Raises:
         RunError: a file is a link that leaves the folder.

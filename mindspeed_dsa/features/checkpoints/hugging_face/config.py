@@ -281,7 +281,7 @@ def _is_count(value: Any) -> bool:
 
 
 def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return all arguments that affect the model's outputs.
+    """Return all of Megatron's arguments that affect the outputs of the model in ``config.json``.
 
     Args:
         config: content of ``config.json``, see :func:`read_config`.

@@ -111,7 +111,7 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
 
 
 def check_save(args: Any, options: Save) -> Iterator[str]:
-    """Yield problems that prevent the export."""
+    """Yield problems of a job's arguments that would prevent exports with ``--save-hf``."""
     from mindspeed_dsa.features.checkpoints.hugging_face import companions
 
     flag = f"--save-hf {options.folder}"

@@ -98,12 +98,12 @@ class Reader:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """Content of the configuration."""
+        """Content of the model's ``config.json``."""
         return self._described
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture of the configuration.
+        """Architecture that the model's ``config.json`` names.
 
         Raises:
             SettingsError: the model type is not supported.

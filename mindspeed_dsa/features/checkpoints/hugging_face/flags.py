@@ -239,7 +239,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, release: str) -> Rotary | None:
-        """Build from a job's arguments or a configuration; ``None`` without rotary embedding arguments."""
+        """Build the values from a job's arguments or a model configuration; ``None`` if these lack RoPE's."""
         # Megatron defaults to YaRN, and multiplies the softmax scale for every rope type: by the square of
         # `yarn_scale` with `mscale` before 0.14, with `mscale_all_dim` since.
         base, factor = value_of(args, "rotary_base"), value_of(args, "rotary_scaling_factor")

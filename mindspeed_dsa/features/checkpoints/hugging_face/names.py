@@ -181,7 +181,7 @@ class Shape:
 
     @classmethod
     def of(cls, args: Any, architecture: Architecture) -> Self:
-        """Build from a job's arguments or a model configuration with Megatron's names."""
+        """Build the shape from a job's arguments, or from a model configuration with Megatron's names."""
         layers = args.num_layers
         experts = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None) or 0
         frequency = getattr(args, "moe_layer_freq", 1)

@@ -103,7 +103,7 @@ def _piece(shard: Any) -> Piece:
 
 
 def read_piece(piece: Piece, files: Reader, shape: Shape, out: Tensor | None = None) -> Tensor:
-    """Read a region from Hugging Face's files.
+    """Read the region of a Megatron tensor from Hugging Face's files.
 
     Args:
         piece: region to read.

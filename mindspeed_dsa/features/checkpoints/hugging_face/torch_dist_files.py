@@ -167,7 +167,7 @@ class Checkpoint(FileSystemReader):
         return result.reshape(piece.shape[piece.stacked :])
 
     def _by_stack(self, key: str, stacked: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
-        """Return a key's chunks by their stack indices, such as layer and expert."""
+        """Return a dict from stack indices, such as (layer, expert), to the key's chunks that cover them."""
         # Every read would otherwise search the chunks of all layers and experts.
         if key not in self._chunks:
             chunks = defaultdict[tuple[int, ...], list[ChunkStorageMetadata]](list)

@@ -54,7 +54,7 @@ NORMS: Parts = {
 
 
 def mlp(ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Parts:
-    """Return the two tensors of a gated MLP.
+    """Return a dict from Megatron's name to Hugging Face's names, for the two weights of a gated MLP.
 
     Args:
         ours: Megatron's name of the module.
