@@ -20,7 +20,7 @@ PlatformName = Literal["cpu", "cuda", "npu"]
 
 
 class Event(Protocol):
-    """Point in a stream's order of work."""
+    """Marker of a point in a stream's queue, to wait for or to measure times with."""
 
     def record(self, stream: Any = None) -> None:
         """Record the point that the stream (default: the current one) has reached."""

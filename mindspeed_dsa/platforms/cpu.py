@@ -129,7 +129,7 @@ def processor_name() -> str:
 
 
 class CpuPlatform(Platform):
-    """Host memory and host threads, with gloo between processes."""
+    """Platform without accelerator: host memory and threads, gloo between processes."""
 
     name = "cpu"
     device_type = "cpu"

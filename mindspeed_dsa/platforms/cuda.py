@@ -31,7 +31,7 @@ class _OnDevice:
 
 
 class CudaPlatform(Platform):
-    """One GPU per process, with NCCL between processes."""
+    """Platform of NVIDIA GPUs: one GPU per process, NCCL between processes."""
 
     name: ClassVar[PlatformName] = "cuda"
     device_type = "cuda"

@@ -29,7 +29,7 @@ _CANN = (
 
 
 class NpuPlatform(CudaPlatform):
-    """One NPU per process, with HCCL between processes. ``torch.npu`` has the interface of ``torch.cuda``."""
+    """Platform of Ascend NPUs: one per process, with HCCL. ``torch.npu`` has ``torch.cuda``'s interface."""
 
     name = "npu"
     device_type = "npu"

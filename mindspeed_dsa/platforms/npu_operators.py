@@ -15,7 +15,7 @@ from mindspeed_dsa.platforms.npu_releases import V7_1, V7_2, V7_3, V26_0, Releas
 
 @dataclass(frozen=True)
 class Operator:
-    """Operator of torch_npu."""
+    """Operator of torch_npu, with the first releases of torch_npu and CANN that have it."""
 
     name: str
     part: str

@@ -1,4 +1,4 @@
-"""Text report and picture of a comparison."""
+"""Text report and picture of a comparison of two sides, A and B."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Verdict:
     """Static verdict: one cell of the compatibility table, found by checks of source code only.
 
     Attributes:
-        word: verdict.
+        word: text of the table's cell, such as ``fits`` or ``not supported``.
         reason: description of the problem.
         backport: name of the backport that provides the feature in this release.
     """

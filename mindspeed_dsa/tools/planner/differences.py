@@ -21,10 +21,10 @@ class Difference:
 
     Attributes:
         flag: flag as given.
-        memory: dict from row of the report's memory table to bytes, on the rank with the largest memory.
-        host: host bytes of the same rank.
-        received: dict from process group to bytes, on the rank that receives most.
-        seconds: dict from part to seconds of a step.
+        memory: dict from row of the memory table to the change in bytes, on the rank with the largest memory.
+        host: change in host bytes of the same rank.
+        received: dict from process group to the change in received bytes, on the rank that receives most.
+        seconds: dict from part of the step to the change in seconds.
     """
 
     flag: str

@@ -1,4 +1,4 @@
-"""Builds a model on the meta device, to read a checkpoint's keys and shapes from it."""
+"""Builds a Megatron model on the meta device; its sharded state dict gives a checkpoint's keys and shapes."""
 
 from __future__ import annotations
 

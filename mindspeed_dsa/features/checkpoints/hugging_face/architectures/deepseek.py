@@ -1,4 +1,4 @@
-"""DeepSeek-V3, the architecture of Kimi-K2 and Moonlight too, and DeepSeek-V3.2 and GLM-5 with an indexer."""
+"""Tables of DeepSeek-V3 (also for Kimi-K2 and Moonlight), and of DeepSeek-V3.2 and GLM-5 with an indexer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama and Mixtral: grouped queries without biases and norms of heads."""
+"""Tables of Llama and Mixtral: grouped-query attention without biases and without norms of query and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 with biases of queries, keys and values, Qwen3 with norms of heads, and both with experts."""
+"""Tables of Qwen2 (biases of query, key, value) and Qwen3 (norms of query, key), dense and with experts."""
 
 from __future__ import annotations
 

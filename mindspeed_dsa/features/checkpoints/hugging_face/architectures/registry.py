@@ -1,4 +1,4 @@
-"""Known architectures, and functions that find one."""
+"""List of the supported architectures, and lookup by ``config.json`` or by a job's arguments."""
 
 from __future__ import annotations
 
