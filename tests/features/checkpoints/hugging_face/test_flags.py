@@ -226,7 +226,7 @@ print("FOUND" + json.dumps({
 """
 _STEP = (
     "--micro-batch-size 1 --seq-length 64 --transformer-impl local --lr 1e-3 --train-iters 1 "
-    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+    "--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-rope-fusion"
 )
 
 
