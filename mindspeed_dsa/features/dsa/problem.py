@@ -304,7 +304,7 @@ class Rows:
         return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
-        """Return the ranges of the first ``rows`` tokens. Dropped tokens must not count in the loss."""
+        """Return the ranges of the first ``rows`` tokens; the loss already excludes the other tokens."""
         starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
         counted = self.counted
         if counted is not None:
@@ -463,7 +463,7 @@ class Problem:
         return self.loss
 
     def first(self, rows: int) -> Problem:
-        """Return the problem for the first ``rows`` tokens. Dropped tokens must not count in the loss."""
+        """Return the problem for the first ``rows`` tokens; the loss already excludes the other tokens."""
         given = None if self.given is None else self.given.of(slice(rows), 0, rows)
         return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows), given=given)
 
