@@ -72,7 +72,9 @@ def mask_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
         if _MARKS.search(config.custom_chat_template):
             marked = render(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             counted = np.array(marked["assistant_masks"]) == 1
-            special = tokenizer.added_tokens_decoder
+            added = tokenizer.added_tokens_decoder
+            # Tool calls and </think> end in added tokens that are not special: a stop still follows them.
+            special = {token for token in added if added[token].special}
             for last in np.flatnonzero(counted[:-1] & ~counted[1:]):
                 written = (token for token in tokens[last::-1] if tokenizer.decode([token]).strip())
                 # The token that ends an answer counts, even if the marks end in front of it.

@@ -17,10 +17,11 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 MARKS = (
-    "<s> </s> [pad] <think> </think> <call> </call> <out> </out> <|im_start|> <|im_end|> <|im_assistant|> "
-    "<|im_user|> <|im_middle|> <|head|> <|/head|> <|eot|> [gMASK] <|user|> <|assistant|> <|observation|> "
-    "<|system|> <|User|> <|Assistant|>"
+    "<s> </s> [pad] <out> </out> <|im_start|> <|im_end|> <|im_assistant|> <|im_user|> <|im_middle|> <|head|> "
+    "<|/head|> <|eot|> [gMASK] <|user|> <|assistant|> <|observation|> <|system|> <|User|> <|Assistant|>"
 ).split()
+# Published tokenizers add these too, but not as special tokens.
+ADDED = "<think> </think> <call> </call>".split()
 CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.name }}</call>{% endfor %}"
 LAST_USER = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -117,6 +118,7 @@ def tokenizer(template: str, **tokens: str) -> Any:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(MARKS)
+    made.add_tokens(ADDED)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "[pad]", **tokens}
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
     fast.chat_template = template
@@ -224,6 +226,26 @@ def test_the_templates_own_marks_decide():
         said = words.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         theirs = np.array(said["input_ids"])[np.array(said["assistant_masks"]) == 1]
         assert "".join(answers).replace(behind or "\0", "") == words.decode(theirs)
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_a_marked_answer_that_ends_in_an_added_token_counts_with_its_stop(end):
+    said = f"{{{{ m.content }}}}{CALLS}"
+    behind = "" if end else "<|im_end|>"
+    template = each(
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        f"{{% generation %}}{said}{end}{{% endgeneration %}}{behind}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n",
+        "<|im_start|>assistant\n",
+    )
+    for chat, expected in (
+        (
+            [user("hi"), answer("", call="f"), TOOL, answer("22")],
+            ["<call>f</call><|im_end|>", "22<|im_end|>"],
+        ),
+        ([user("hi"), answer("<think>so</think>")], ["<think>so</think><|im_end|>"]),
+    ):
+        assert counted(template, chat) == counted(CHATML, chat) == expected
 
 
 def test_a_template_without_ends_ends_in_the_next_turns_words_or_the_end_of_text():
