@@ -96,3 +96,20 @@ def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str) -> None:
     assert (tmp_path / "out" / FILE).read_bytes() == (tmp_path / "model" / FILE).read_bytes()
     done("export", tmp_path / "checkpoints", tmp_path / "alone", "--dtype", dtype)
     assert same(tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "model"))
+
+
+def test_a_model_without_ids_of_tokens_is_written_again(tmp_path: Path) -> None:
+    """Published models often lack a token for padding or for the beginning; transformers reads null then."""
+    import transformers
+
+    families.write("qwen2", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    kept = json.loads(file.read_text()) | {"eos_token_id": 5}
+    file.write_text(
+        json.dumps({key: kept[key] for key in kept if key not in ("bos_token_id", "pad_token_id")})
+    )
+    done("import", tmp_path / "model", tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--like", tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 5, None)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -80,7 +80,7 @@ def config_of(
         dtype: torch's name of the weights' dtype.
         like: configuration of the model that training started from, for values unknown to Megatron: special
             token ids, longest context.
-        tokens: ids of special tokens, for a model without ``like``.
+        tokens: ids of special tokens, for those that ``like`` does not have.
 
     Raises:
         SettingsError: the configuration has no key for a property of the model.
@@ -104,8 +104,8 @@ def config_of(
             f"{who}: the checkpoint has a vocabulary of {unpadded}, and the model that it is to be like has "
             f"{vocabulary}; name the model that it was trained from, or none"
         )
-    # Null where no tokenizer is known: transformers would take tokens 0 and 1, and engines end at token 1.
-    described: dict[str, Any] = {**dict.fromkeys(TOKENS), **tokens} if like is None else {}
+    # Null where nothing says an id: transformers would take tokens 0 and 1, and engines end at token 1.
+    described: dict[str, Any] = {**dict.fromkeys(TOKENS), **tokens}
     described |= {key: value for key, value in (like or {}).items() if key not in _REPLACED}
     described |= {
         "architectures": [architecture.class_name],

@@ -28,6 +28,8 @@ from tests.features.checkpoints.hugging_face.models import (
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 WHO = "mindspeed_dsa weights"
+KNOWN = {"bos_token_id": 77, "eos_token_id": 78}
+"""Ids of special tokens in the job's tokenizer."""
 PLAIN: dict[str, Any] = {}
 OPTIONS = [
     PLAIN,
@@ -46,18 +48,37 @@ SHARED = [
 CASES = [(kind, changed) for kind in KINDS for changed in (OPTIONS + SHARED * (kind != "deepseek_v3"))]
 
 
-def written(kind: str, changed: dict[str, Any], like: bool = False) -> dict[str, Any]:
-    """Return the config of a job that trains a model of transformers."""
+def written(
+    kind: str, changed: dict[str, Any], like: bool = False, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the config of a job that trains a model of transformers.
+
+    Args:
+        kind: ``model_type``.
+        changed: fields of the model's config.
+        like: whether the job started from the model.
+        without: keys that the model's config lacks.
+    """
     read = arguments(kind, **changed)
-    reference = config(kind, **changed) if like else None
-    return config_of(job(read, "0.16.1"), "0.16.1", WHO, vocabulary=1000, like=reference)
+    reference = {key: value for key, value in config(kind, **changed).items() if key not in without}
+    return config_of(
+        job(read, "0.16.1"), "0.16.1", WHO, vocabulary=1000, like=reference if like else None, tokens=KNOWN
+    )
 
 
-@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("without", [None, (), *((key,) for key in TOKENS), TOKENS], ids=str)
 @pytest.mark.parametrize(("kind", "changed"), CASES, ids=str)
-def test_every_key_of_every_reader_is_written(kind: str, changed: dict[str, Any], like: bool) -> None:
-    fields = written(kind, changed, like)
+def test_every_key_of_every_reader_is_written(
+    kind: str, changed: dict[str, Any], without: tuple[str, ...] | None
+) -> None:
+    """Also where the model that training started from lacks ids of tokens, as most published ones do."""
+    fields = written(kind, changed, like=without is not None, without=without or ())
     assert list(lacking(fields)) == []
+    # Its own ids have priority over the tokenizer's.
+    reference = {} if without is None else config(kind, **changed)
+    for key in TOKENS:
+        asked = key in reference and key not in (without or ())
+        assert fields[key] == (reference[key] if asked else KNOWN.get(key)), key
     applying = [key for key in KEYS if not key.where or key.where in fields]
     assert {"scoring_func", "topk_method", "head_dim"} <= {key.name for key in applying}
     # Without this key, its readers are named.
