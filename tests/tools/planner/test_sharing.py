@@ -117,7 +117,7 @@ def test_a_file_says_which_layers_select(tmp_path, changed, selecting):
     [
         ({"index_topk_freq": 4, "index_skip_topk_offset": 0}, "layer 0 shares"),
         ({"indexer_types": ["full", "half"]}, "indexer_types is no list of full or shared"),
-        ({"index_topk_pattern": "SF" * 39}, "layer 1 shares"),
+        ({"index_topk_pattern": "SF" * 39}, "layer 0 shares"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is no list of dense or sparse"),
     ],
 )
