@@ -231,18 +231,15 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     Raises:
         SettingsError: the file cannot be read, or is for another kind of model.
     """
-    said = config.sizes_of(read(path), f"{_WHO}: {path}")
+    described, where = read(path), f"{_WHO}: {path}"
+    said = config.sizes_of(described, where)
     # A pattern given as a flag overrides the file's frequency and offset, and the other way round.
     overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()
     for name, value in said.items():
         if name not in given | overruled:
             setattr(options, name, value)
     layers = options.num_layers
-    # --num-layers overrides the file's: keep its number of dense layers, or what fits.
-    if (
-        "moe_layer_freq" in said.keys() - given and len(options.moe_layer_freq) != layers
-    ):  # dense layers come first
-        dense = min(options.moe_layer_freq.count(0), layers)
-        options.moe_layer_freq = [0] * dense + [1] * (layers - dense)
+    if "moe_layer_freq" in said.keys() - given and layers != said["num_layers"]:
+        options.moe_layer_freq = config.expert_layers(described, where, layers)
     if options.dsa_indexer_topk_pattern and _PATTERN not in given:
         options.dsa_indexer_topk_pattern = options.dsa_indexer_topk_pattern[:layers]

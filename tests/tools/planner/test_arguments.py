@@ -13,6 +13,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import arguments, configs, flags, memory, sizes, timing, work
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
+SHORT = "--seq-length 512 --micro-batch-size 1 --bf16".split()
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
 
 
@@ -64,6 +65,35 @@ def test_a_file_and_the_name_say_the_same(tmp_path):
 def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
     model = arguments.job_of([*DEEPSEEK.split(), "--num-layers=31"], 512, "deepseek-v3.2").model
     assert model.pattern == (False,) * 3 + (True,) * 28
+
+
+@pytest.mark.parametrize("layers", [3, 12, 24, 30])
+@pytest.mark.parametrize("described", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 5, 23]}])
+def test_another_number_of_layers_has_experts_where_transformers_has_them(tmp_path, layers, described):
+    transformers = pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.Qwen2MoeConfig(**described, num_hidden_layers=24)
+    theirs.save_pretrained(tmp_path)
+    theirs.num_hidden_layers = layers
+    theirs.layer_types = ["full_attention"] * layers
+    with torch.device("meta"):
+        built = transformers.Qwen2MoeModel(theirs)
+    model = arguments.job_of(["--num-layers", str(layers), *SHORT], 1, str(tmp_path / "config.json")).model
+    assert model.pattern == tuple(hasattr(layer.mlp, "experts") for layer in built.layers)
+
+
+def test_a_listed_pattern_is_cut_and_not_guessed(tmp_path):
+    file, words = tmp_path / "config.json", ["dense", "sparse", "dense", "sparse"]
+    described = {**configs.KNOWN["deepseek-v3.2"], "num_hidden_layers": 4, "mlp_layer_types": words}
+    file.write_text(json.dumps(described))
+    assert arguments.job_of(["--num-layers", "3", *SHORT], 1, str(file)).model.pattern == (False, True, False)
+    with pytest.raises(SettingsError, match=r"is for 4 layers, and --num-layers is 5; .*--moe-layer-freq"):
+        arguments.job_of(["--num-layers", "5", *SHORT], 1, str(file))
+    given = ["--num-layers", "5", "--moe-layer-freq", "[0,1,0,1,1]", *SHORT]
+    assert arguments.job_of(given, 1, str(file)).model.pattern == (False, True, False, True, True)
+    file.write_text(json.dumps({**described, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}))
+    model = arguments.job_of(["--num-layers", "6", *SHORT], 1, str(file)).model
+    assert model.pattern == (False,) * 2 + (True,) * 4
 
 
 @pytest.mark.parametrize(

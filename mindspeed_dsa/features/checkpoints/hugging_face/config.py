@@ -180,21 +180,38 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         sizes["num_query_groups"] = sizes["num_query_groups"] or heads
         sizes["kv_channels"] = sizes["kv_channels"] or max(sizes["hidden_size"] // heads, 1)
     if sizes["num_experts"]:
-        sizes["moe_layer_freq"] = _experts(config, where, architecture)
+        sizes["moe_layer_freq"] = expert_layers(config, where, config[LAYERS])
         # Megatron computes n shared experts as one MLP of n times the width.
         shared = (said.get("n_shared_experts") or 0) * sizes["moe_ffn_hidden_size"] or None
         sizes.setdefault("moe_shared_expert_intermediate_size", shared)
     return sizes
 
 
-def _experts(config: Mapping[str, Any], where: str, architecture: Architecture) -> list[int]:
-    """Return 1 for each layer with experts and 0 for dense layers."""
-    layers, name = config[LAYERS], "mlp_layer_types"
-    if name in architecture.lists and config.get(name) is not None:
-        return [int(each == "sparse") for each in _types(config, where, name, ("dense", "sparse"))]
+def expert_layers(config: Mapping[str, Any], where: str, layers: int) -> list[int]:
+    """Return 1 for each layer with experts and 0 for dense layers, in a model of this many layers.
+
+    Args:
+        config: content of ``config.json``, see :func:`read_config`.
+        where: source of the configuration as prefix of messages: ``mindspeed_dsa plan: DIR/config.json``.
+        layers: number of layers, which may differ from the configuration's.
+
+    Raises:
+        SettingsError: the keys are invalid, or list fewer layers in another order than dense ones first.
+    """
+    architecture, name = find(config, where), "mlp_layer_types"
     dense, step = 0, 1
     dense_layers: list[int] = []
-    if "first_k_dense_replace" in architecture.counts:
+    if name in architecture.lists and config.get(name) is not None:
+        listed = [int(each == "sparse") for each in _types(config, where, name, ("dense", "sparse"))]
+        if len(listed) >= layers:
+            return listed[:layers]
+        dense = listed.count(0)
+        if listed != sorted(listed):
+            raise SettingsError(
+                f"{where}: {name} is for {len(listed)} layers, and --num-layers is {layers}; give "
+                "--moe-layer-freq with all of them"
+            )
+    elif "first_k_dense_replace" in architecture.counts:
         dense = config.get("first_k_dense_replace") or 0
     if "decoder_sparse_step" in architecture.counts:
         step, dense_layers = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
