@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.tools.weights import families
 from tests.tools.weights.models import FILE, done, same, tensors_of, weights
@@ -113,3 +114,23 @@ def test_a_model_without_ids_of_tokens_is_written_again(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 5, None)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in families.MODELS if kind not in DENSE])
+def test_names_that_transformers_has_in_memory_are_read(tmp_path: Path, kind: str) -> None:
+    model = families.write(kind, tmp_path / "apart")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    apart, fused = tensors_of(tmp_path / "apart"), tensors_of(tmp_path / "fused")
+    # A tensor for 4 experts in place of 4 tensors, and one for gates and upper projections.
+    assert 0 < sum("mlp.experts." in name for name in fused) == sum(".experts." in name for name in apart) / 6
+    done("import", tmp_path / "fused", tmp_path / "checkpoints", "--dtype", "float32")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", "float32")
+    assert same(tensors_of(tmp_path / "out"), apart)
+    done("check", tmp_path / "fused")
+
+    layer = next(name for name in fused if name.endswith("experts.down_proj")).partition("mlp.")[0]
+    twice = next(name for name in apart if name.startswith(layer) and ".experts.0." in name)
+    save_file(fused | {twice: apart[twice].clone()}, tmp_path / "fused" / FILE, {"format": "pt"})
+    status, text = weights("import", tmp_path / "fused", tmp_path / "other")
+    assert status == 2
+    assert f"holds {twice}, which is there by itself too" in text

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8, layouts
-from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, find
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
     LAYERS,
     PREDICTIONS,
@@ -31,7 +31,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, MOST_L
 from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
-_FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<factors>_scale_inv)?")
+_IN_LAYER = re.compile(r"(?P<layer>model\.layers\.\d+\.)(?P<name>.+?)(?P<factors>_scale_inv)?")
 _CHUNK = 2**20
 """Elements that are copied and then counted: 2 MiB in bf16, still in a cache after the copy."""
 
@@ -83,7 +83,8 @@ class Reader:
         self.predictions = range(layers, layers + more)
         self.non_finite = Counter[str]()
         self._lock = threading.Lock()
-        tensors, self._files = _experts_apart(*_tensors(folder, problems))
+        architecture = BY_TYPE.get(str(described.get("model_type")))
+        tensors, self._files = _with_names_of_files(*_tensors(folder, problems), architecture, problems)
         by_use = layouts.sort(tensors, block, stated is not None)
         if by_use.unread:
             raise self._error(
@@ -282,27 +283,45 @@ def _tensors(folder: Path, problems: list[str]) -> tuple[dict[str, Tensor], Mapp
     return {}, {}
 
 
-def _experts_apart(
-    tensors: Mapping[str, Tensor], files: Mapping[str, str]
+def _with_names_of_files(
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, str],
+    architecture: Architecture | None,
+    problems: list[str],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Replace each tensor that fuses all experts of a layer by views, one per expert and projection.
+    """Replace tensors that have the names of transformers' model by views with the names of its files.
 
-    Files with fused experts have the names that transformers uses in memory.
+    A tensor that fuses all experts of a layer has a view per expert and projection.
     """
-    apart, places = dict[str, Tensor](), dict[str, str]()
+    in_memory = {} if architecture is None else architecture.tensors.in_memory
+    named, places = dict[str, Tensor](), dict[str, str]()
     for name, tensor in tensors.items():
-        fused, separate = _FUSED.fullmatch(name), {name: tensor}
-        if fused and tensor.dim() == 3 and tensor.numel():
-            # gate_up_proj is [experts, 2 x width, hidden], with the gate's rows first.
-            parts = ("gate_proj", "up_proj") if fused["part"] == "gate_up_proj" else ("down_proj",)
-            separate = {
-                f"{fused['experts']}.{expert}.{part}.weight{fused['factors'] or ''}": rows
-                for expert, weight in enumerate(tensor)
-                for part, rows in zip(parts, weight.tensor_split(len(parts)), strict=True)
+        matched, views = _IN_LAYER.fullmatch(name), {name: tensor}
+        if architecture and matched and matched["name"] in in_memory:
+            parts = architecture.tensors.layer.get(in_memory[matched["name"]], ())
+            views = _views(parts, tensor) or {matched["name"]: tensor}
+            views = {
+                f"{matched['layer']}{part}{matched['factors'] or ''}": view for part, view in views.items()
             }
-        apart |= separate
-        places |= dict.fromkeys(separate, files.get(name, ""))  # an index may lack a name
-    return apart, places
+        if doubled := [view for view in views if view != name and view in tensors]:
+            problems.append(f"{name} holds {listed(doubled)}, which is there by itself too")
+        named |= views
+        places |= dict.fromkeys(views, files.get(name, ""))  # an index may lack a name
+    return named, places
+
+
+def _views(parts: tuple[str, ...], tensor: Tensor) -> dict[str, Tensor]:
+    """Return views of a tensor by the names of its parts in a layer; empty if it does not have them."""
+    if not any("{expert}" in part for part in parts):
+        return dict.fromkeys(parts, tensor)
+    if tensor.dim() != 3 or not tensor.numel():
+        return {}
+    # gate_up_proj is [experts, 2 x width, hidden], with the gate's rows first.
+    return {
+        part.format(expert=expert): rows
+        for expert, weight in enumerate(tensor)
+        for part, rows in zip(parts, weight.tensor_split(len(parts)), strict=True)
+    }
 
 
 def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:

@@ -47,6 +47,12 @@ MODEL: Parts = {
     "output_layer.weight": ("lm_head.weight",),
 }
 """Tensors outside of layers."""
+IN_MEMORY: Mapping[str, str] = {
+    "mlp.experts.gate_up_proj": "mlp.experts.experts.linear_fc1.weight",
+    "mlp.experts.down_proj": "mlp.experts.experts.linear_fc2.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+}
+"""Dict from the names of experts and router in transformers' models to Megatron's names."""
 NORMS: Parts = {
     "input_layernorm.weight": ("input_layernorm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
@@ -104,6 +110,8 @@ class Tensors:
             layers after the decoder's.
         repeated: dict from a multi-token prediction layer's copy to the model's own tensor; Megatron stores
             only one of them.
+        in_memory: dict from a name in transformers' model to Megatron's. ``save_pretrained`` writes these
+            names with ``save_original_format=False``; a tensor of experts then has all experts of a layer.
         buffers: name suffixes of tensors in files that are no weights.
     """
 
@@ -117,6 +125,7 @@ class Tensors:
     experts: Parts = field(default_factory=dict)
     prediction: Parts = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=lambda: IN_MEMORY)
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     @property
