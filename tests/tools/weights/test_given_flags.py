@@ -83,3 +83,23 @@ def test_one_wrong_flag_is_refused(words: str, said: str, tmp_path: Path) -> Non
         wanted(file, words.split(), tmp_path)
     assert said in str(caught.value)
     assert str(caught.value).count(" in the files") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--activation-func-clamp-value 7", "omit --activation-func-clamp-value"),
+        ("--apply-layernorm-1p", "omit --apply-layernorm-1p"),
+        ("--glu-linear-offset 1", "give --glu-linear-offset 0.0"),
+        ("--moe-apply-probs-on-input", "omit --moe-apply-probs-on-input"),
+        ("--moe-router-load-balancing-type sinkhorn", "give --moe-router-load-balancing-type aux_loss"),
+        ("--softmax-type off-by-one", "give --softmax-type vanilla"),
+        ("--use-mup", "omit --use-mup"),
+        ("--window-size 127,0 --window-attn-skip-freq 4", "omit --window-size"),
+    ],
+)
+def test_a_flag_of_no_known_architecture_is_refused(words: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        wanted(config("qwen3_moe"), words.split(), tmp_path)
+    assert said in str(caught.value)
+    wanted(config("qwen3_moe"), ["--softmax-type", "vanilla", "--window-attn-skip-freq", "4"], tmp_path)

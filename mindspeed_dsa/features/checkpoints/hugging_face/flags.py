@@ -37,6 +37,7 @@ _ALSO = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",
     "swiglu": "gated_linear_unit",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
     **{name: flag for name, (flag, _) in _YARN.items()},
 }
 """Dict from arguments to names in a ``TransformerConfig``, which a job's namespace has too since 0.16."""

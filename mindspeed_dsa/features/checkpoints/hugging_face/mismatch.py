@@ -51,26 +51,12 @@ if TYPE_CHECKING:
 
 _WHO = "mindspeed_dsa load-hf"
 _SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "qk_layernorm",
-    "num_experts",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "swiglu",
-    "add_bias_linear",
-    "normalization",
-    "norm_epsilon",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
+    *("num_experts", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_enable_expert_bias"),
+    *("swiglu", "add_bias_linear", "normalization", "norm_epsilon"),
     "untie_embeddings_and_output_weights",
 )
 """Arguments that must be equal, as far as the files' architecture has them."""
@@ -87,9 +73,17 @@ _WITHOUT = (
     "rotary_interleaved",
     "rotary_seq_len_interpolation_factor",
     "squared_relu",
+    "use_mup",
     "use_rope_scaling",
 )
 """Switches that change a model's outputs; few architectures set any."""
+_USUAL: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "softmax_type": "vanilla",
+    "window_size": None,
+}
+"""Dict from arguments that change a model's outputs to the value that every architecture has."""
 _POSITIONS = {True: ("rope", "yarn", "none"), False: ("rope",)}
 """Position embedding types with the files' outputs; latent attention (true) applies RoPE itself."""
 _LATENT_EPSILON = 1e-6
@@ -197,6 +191,10 @@ def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[st
         here, there = value_of(args, name), arguments.get(name)
         if here is not MISSING and bool(here) != bool(there):
             yield _differs(name, here, there, release)
+    for name, usual in _USUAL.items():
+        # None is Megatron's default where it is not this one.
+        if (here := value_of(args, name)) not in (MISSING, None, usual):
+            yield _differs(name, here, usual, release)
     if not latent:
         for name, width in (("num_query_groups", query_groups(args)), ("kv_channels", head_width(args))):
             if width is not None and width != arguments[name]:
@@ -247,6 +245,13 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
 def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     if not value_of(args, "num_experts") or not arguments["num_experts"]:
         return  # reported by the comparison of `num_experts`
+    name = "moe_apply_probs_on_input"
+    if value_of(args, name) not in (MISSING, None, False):
+        yield _differs(name, True, False, release)
+    name = "moe_router_load_balancing_type"
+    balancing = value_of(args, name)
+    if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
+        yield f"{name} is sinkhorn here and top-k of scores in the files: {mend(name, 'aux_loss', release)}"
     here = value_of(args, "moe_ffn_hidden_size")
     if here is not MISSING:
         here = value_of(args, "ffn_hidden_size") if here is None else here

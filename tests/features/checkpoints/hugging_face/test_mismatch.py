@@ -4,17 +4,59 @@ differences.
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import adds_indexers, mismatches, remarks
-from tests.features.checkpoints.hugging_face.models import GROUPED, KINDS, LLAMA_3, YARN, arguments, job
+from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import (
+    adds_indexers,
+    mismatches,
+    problems,
+    remarks,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.written_config import config_of
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.features.checkpoints.hugging_face.models import (
+    GROUPED,
+    KINDS,
+    LLAMA_3,
+    YARN,
+    arguments,
+    config,
+    job,
+)
 
 pytest.importorskip("transformers", minversion="5.23")
 
 RELEASES = ("0.12.1", "0.16.1", "0.19.0")
 SHARED = {"index_topk_freq": 2, "index_skip_topk_offset": 2}
+UNLIKE_ANY = [
+    ({"activation_func_clamp_value": 7.0}, "omit --activation-func-clamp-value"),
+    ({"activation_func_clamp_value": 0.0}, "omit --activation-func-clamp-value"),
+    ({"glu_linear_offset": 1.0}, "give --glu-linear-offset 0.0"),
+    ({"layernorm_zero_centered_gamma": True}, "omit --apply-layernorm-1p"),
+    ({"moe_apply_probs_on_input": True}, "omit --moe-apply-probs-on-input"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "give --moe-router-load-balancing-type aux_loss"),
+    ({"moe_router_load_balancing_type": ["sinkhorn"]}, "give --moe-router-load-balancing-type aux_loss"),
+    ({"softmax_type": "off-by-one"}, "give --softmax-type vanilla"),
+    ({"softmax_type": "learnable"}, "give --softmax-type vanilla"),
+    ({"use_mup": True}, "omit --use-mup"),
+    ({"window_size": (127, 0)}, "omit --window-size"),
+]
+"""Arguments of models that no architecture is, and the advice."""
+USUAL = {
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "layernorm_zero_centered_gamma": False,
+    "moe_apply_probs_on_input": False,
+    "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+    "softmax_type": "vanilla",
+    "use_mup": False,
+    "window_attn_skip_freq": 4,
+    "window_size": None,
+}
+"""Values of these arguments in a job of any architecture."""
 STRETCHED = {
     "rope_parameters": YARN | {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0}
 }
@@ -109,6 +151,7 @@ def test_a_difference_of_grouped_queries_is_said_with_its_flag(kind, here, mende
         ({"moe_router_topk_scaling_factor": None}, "give --moe-router-topk-scaling-factor 2.5"),
         ({"moe_latent_size": 64}, "omit --moe-latent-size"),
         ({"moe_shared_expert_gate": True}, "omit --moe-shared-expert-gate"),
+        *UNLIKE_ANY,
         ({"swiglu": False}, "give --swiglu"),
         ({"add_bias_linear": True}, "give --disable-bias-linear"),
         ({"add_qkv_bias": True}, "omit --add-qkv-bias"),
@@ -162,6 +205,25 @@ def test_a_difference_is_said_with_its_flag(here, mended):
     assert mended in "; ".join(said)
     # One sentence, with one flag behind a colon.
     assert all(" here and " in sentence and sentence.count(": ") == 1 for sentence in said)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
+@pytest.mark.parametrize(("here", "mended"), UNLIKE_ANY, ids=str)
+def test_a_part_that_no_architecture_has_is_refused_both_ways(kind, here, mended, tmp_path):
+    """Reading files into such a job, and writing its weights, would give other outputs."""
+    found = arguments(kind)
+    assert mismatches(found, job(found, "0.16.1", **USUAL), "0.16.1") == []
+    config_of(job(found, "0.16.1", **USUAL), "0.16.1", "test")
+    trained = job(found, "0.16.1", **{**USUAL, **here})
+    if "num_experts" in found and not found["num_experts"] and next(iter(here)).startswith("moe_"):
+        assert mismatches(found, trained, "0.16.1") == [], "a dense model routes nothing"
+        return
+    (tmp_path / "config.json").write_text(json.dumps(config(kind)))
+    said = next(problems(trained, tmp_path, "0.16.1"))
+    assert mended in said
+    assert next(iter(here)).replace("layernorm_zero_centered_gamma", "apply_layernorm_1p") in said
+    with pytest.raises(SettingsError, match=mended):
+        config_of(trained, "0.16.1", "test")
 
 
 @pytest.mark.parametrize(
