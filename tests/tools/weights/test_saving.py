@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+import mindspeed_dsa
 from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, saving
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import SAVE, Save
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from mindspeed_dsa.tools.weights.model import release_here
+from tests.features.checkpoints.hugging_face import models as tiny
 from tests.tools.weights import models
 from tests.tools.weights.models import FILE, done, weights
 
@@ -167,6 +170,37 @@ def secret(tmp_path: Path) -> Iterator[Path]:
     """Yield a private file of this machine."""
     (tmp_path / "secret").write_text(json.dumps({"key": "of somebody"}))
     return tmp_path / "secret"
+
+
+def job_of(kind: str, **changed: Any) -> Namespace:
+    """Return the arguments of a job with ``--save-hf``, as Megatron's validation leaves them."""
+    own = {"save": "s", "save_hf": "out", "save_hf_interval": 0, "save_hf_fp8_blocks": False}
+    trained = tiny.job(
+        tiny.arguments(kind), release_here(), vocab_size=None, make_vocab_size_divisible_by=128, **own
+    )
+    return Namespace(**{**vars(trained), **changed})
+
+
+@pytest.mark.parametrize("kind", [*tiny.KINDS, *tiny.GROUPED])
+@pytest.mark.parametrize("like", [True, False])
+def test_what_no_file_can_say_is_refused_before_training(tmp_path: Path, kind: str, like: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config(kind)))
+    load = {"load_hf": str(tmp_path)} if like else {}
+    # Megatron pads the vocabulary when it builds the tokenizer, later.
+    for vocabulary in ({}, {"padded_vocab_size": None}, {"padded_vocab_size": None, "vocab_size": 999}):
+        assert SAVE.problems(job_of(kind, **load, **vocabulary)) == []
+        (said,) = SAVE.problems(job_of(kind, **load, **vocabulary, swiglu=False, squared_relu=True))
+        assert said.startswith("--save-hf out: mindspeed_dsa save-hf: the trained model as ")
+        assert "squared_relu is True here and" in said
+    assert SAVE.problems(job_of(kind, **load, ffn_hidden_size=None)) == [], "Megatron derives it"
+
+
+def test_a_session_refuses_what_no_file_can_say() -> None:
+    values = {name: value for name, value in vars(job_of("qwen3")).items() if not name.startswith("save_hf")}
+    with mindspeed_dsa.enabled(save_hf="out"):
+        mindspeed_dsa.validate(Namespace(**values))
+        with pytest.raises(SettingsError, match=r"save-hf: .*window_size is"):
+            mindspeed_dsa.validate(Namespace(**{**values, "window_size": (127, 0)}))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "vocab.txt", FILE])

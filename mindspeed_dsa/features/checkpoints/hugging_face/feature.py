@@ -10,9 +10,11 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.checkpoints.hugging_face"
+_SAVE = "mindspeed_dsa save-hf"
 _TRAINING = "megatron.training.training"
 _RELEASES = ">=0.12.1,<0.21"
 _REQUIRES = Requires(
@@ -112,7 +114,7 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
 
 def check_save(args: Any, options: Save) -> Iterator[str]:
     """Yield problems of a job's arguments that would prevent exports with ``--save-hf``."""
-    from mindspeed_dsa.features.checkpoints.hugging_face import companions
+    from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
 
     flag = f"--save-hf {options.folder}"
     if not argument(args, "save"):
@@ -133,6 +135,19 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
             "--save-hf-interval reads each checkpoint when it has been saved, and --async-save goes on "
             "saving; omit one of them"
         )
+    # A job that leaves the width to Megatron is complete once Megatron has derived it.
+    if argument(args, "num_layers") is None or argument(args, "ffn_hidden_size") is None:
+        return
+    try:
+        like = None if options.like is None else config.read_config(options.like, _SAVE)
+        rows = (like or {}).get("vocab_size")
+        if not isinstance(rows, int):
+            known = argument(args, "vocab_size") or argument(args, "padded_vocab_size")
+            # Megatron-LM counts the rows when it builds the tokenizer, after this check.
+            rows = None if known else 1
+        written_config.config_of(args, options.release, _SAVE, vocabulary=rows, like=like)
+    except SettingsError as error:
+        yield f"{flag}: {error}"
 
 
 LOAD = Feature(

@@ -93,7 +93,7 @@ def config_of(
     missing = [name for name in needed if _size(args, name) is MISSING]
     if missing:
         raise SettingsError(
-            f"{who}: the arguments of the checkpoint lack {', '.join(missing)}; use a checkpoint of "
+            f"{who}: the trained model's arguments lack {', '.join(missing)}; use a model of "
             f"{', '.join(BY_TYPE)}"
         )
     if has_experts and not value_of(args, "num_experts"):
