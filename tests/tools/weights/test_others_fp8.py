@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tools.weights import models
+from tests.tools.weights import families, models
 from tests.tools.weights.models import FILE, done, tensors_of, weights
 
 pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
@@ -108,6 +108,72 @@ def test_a_checkpoint_has_the_numbers_of_the_files(tmp_path: Path, layout: str) 
         error = (again[weight].float() * scales - values[weight].float()).abs()
         # e4m3 has 3 mantissa bits, and 2**-10 is half of its smallest step.
         assert (error <= values[weight].float().abs() * 2.0**-4 * 1.01 + scales * 2.0**-10).all()
+
+
+def quantised_by_transformers(folder: Path) -> tuple[set[str], set[str]]:
+    """Return the names of linear modules that transformers quantises for a folder's files, and of others."""
+    import transformers
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    settings = transformers.FineGrainedFP8Config(**config.quantization_config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        FineGrainedFP8HfQuantizer(settings, pre_quantized=True)._process_model_before_weight_loading(model)
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    in_fp8 = {name for name, each in linear.items() if isinstance(each, FP8Linear)}
+    return in_fp8, linear.keys() - in_fp8
+
+
+def in_fp8_files(folder: Path) -> set[str]:
+    factors = (name for name in tensors_of(folder) if name.endswith(".weight_scale_inv"))
+    return {name.removesuffix(".weight_scale_inv") for name in factors if ".experts." not in name}
+
+
+@pytest.mark.parametrize("kind", [*families.MODELS, *models.CLASSES])
+def test_transformers_expects_factors_where_the_files_have_them(tmp_path: Path, kind: str) -> None:
+    (families if kind in families.MODELS else models).write(kind, tmp_path / "model")
+    done("import", tmp_path / "model", tmp_path / "checkpoints")
+    for folder, words in (("alone", ()), ("like", ("--like", tmp_path / "model"))):
+        done("export", tmp_path / "checkpoints", tmp_path / folder, "--fp8-blocks", *words)
+        in_fp8, others = quantised_by_transformers(tmp_path / folder)
+        assert in_fp8 == in_fp8_files(tmp_path / folder) != set()
+        assert "lm_head" in others
+        described = json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+        skipped = described.get("modules_to_not_convert", [])
+        assert bool(skipped) == (kind in ("qwen2_moe", "qwen3_moe", "mixtral"))
+        # Loaders that have the router as a linear layer need its name as well.
+        routers = {
+            name.removesuffix(".weight") for name in tensors_of(tmp_path / folder) if ".gate.w" in name
+        }
+        assert not skipped or routers < set(skipped)
+
+
+@pytest.mark.parametrize("theirs", [[], ["lm_head", "model.layers.1.self_attn"], ["lm_head"]])
+def test_weights_that_a_reference_model_has_not_in_fp8_are_named(tmp_path: Path, theirs: list[str]) -> None:
+    layout = "Qwen" if theirs else "compressed-tensors"
+    model_in(layout, tmp_path / "model")
+    tensors, plain = load_file(tmp_path / "model" / FILE), "model.layers.1.self_attn."
+    for name in [name for name in tensors if name.startswith(plain) and "_scale" not in name]:
+        tensors[name] = tensors[name].bfloat16()
+    kept = {name: each for name, each in tensors.items() if not (name.startswith(plain) and "_scale" in name)}
+    save_file(kept, tmp_path / "model" / FILE, {"format": "pt"})
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    if theirs:
+        config["quantization_config"]["modules_to_not_convert"] = theirs
+    file.write_text(json.dumps(config))
+    done("import", tmp_path / "model", tmp_path / "checkpoints")
+    words = ("--fp8-blocks", "--like", tmp_path / "model")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", *words)
+    assert tensors_of(tmp_path / "out").keys().isdisjoint({f"{plain}o_proj.weight_scale_inv"})
+    in_fp8, others = quantised_by_transformers(tmp_path / "out")
+    assert in_fp8 == in_fp8_files(tmp_path / "out")
+    assert {"lm_head", f"{plain}o_proj"} <= others
+    skipped = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert skipped["modules_to_not_convert"][: len(theirs)] == theirs
+    assert (skipped["modules_to_not_convert"] == theirs) == (len(theirs) == 2)
 
 
 def test_numbers_that_are_not_finite_are_not_imported(tmp_path: Path) -> None:

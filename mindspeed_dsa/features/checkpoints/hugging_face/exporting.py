@@ -227,6 +227,27 @@ class Plan:
             return stored or torch.float32  # bf16 would round away its training steps
         return self.dtype or stored or torch.bfloat16
 
+    def _not_fp8(self, known: Sequence[str]) -> list[str]:
+        """Return the modules with linear weights that are not in FP8, unless loaders know them.
+
+        Args:
+            known: modules that the model's ``quantization_config`` names already.
+        """
+        never = self.shape.architecture.never_fp8
+        modules = [
+            name.removesuffix(".weight")
+            for name, pieces in self._pieces.items()
+            if pieces[0].data.dim() == 2 and self._dtype(name) != torch.float8_e4m3fn
+        ]
+        unknown = [
+            module
+            for module in modules
+            if not module.endswith(never)
+            and not any(module.endswith(each) or module.startswith(f"{each}.") for each in known)
+        ]
+        # With a list, transformers no longer excludes the head by itself. A tied head has no weight here.
+        return [*unknown, *(["lm_head"] if unknown and "lm_head" not in known else [])]
+
     def _factors_dtype(self, name: str) -> torch.dtype:
         like = self._like if self._like is not None and self._like.block(name) == fp8.BLOCK else None
         stored = None if like is None else like.factors_dtype(name)
@@ -318,6 +339,10 @@ class Plan:
                 "activation_scheme": "dynamic",
                 "weight_block_size": list(fp8.BLOCK),
             }
+            known = quantised.get("modules_to_not_convert")
+            known = known if isinstance(known, list) else []
+            if more := self._not_fp8(known):
+                config["quantization_config"]["modules_to_not_convert"] = [*known, *more]
         (self.partial / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self.like is not None:
             companions.copy(self.like, self.partial)

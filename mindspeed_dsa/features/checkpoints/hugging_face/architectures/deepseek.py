@@ -126,6 +126,7 @@ DEEPSEEK_V3 = Architecture(
     marks={"experimental_attention_variant": False},
     indexer="deepseek-v3.2",
     shapes=_SHAPES,
+    never_fp8=("embed_tokens", "head", "mlp.gate", "eh_proj", "indexer.weights_proj"),
     mindspeed_llm="deepseek3",
 )
 DEEPSEEK_V32 = replace(

@@ -167,6 +167,8 @@ class Architecture:
         indexer: model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer; empty: none.
         shapes: dict from a weight's name, without ``model.layers.N.``, to its dimensions: keys, sums of keys
             and products of both, such as ``a * (b + c)``.
+        never_fp8: name suffixes of modules that loaders of FP8 files know not to be in FP8; others need an
+            entry in ``modules_to_not_convert``.
         mindspeed_llm: MindSpeed-LLM's name of the architecture, in ``--model-type-hf``.
     """
 
@@ -186,6 +188,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     indexer: str = ""
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    never_fp8: tuple[str, ...] = ("embed_tokens", "lm_head")
     mindspeed_llm: str = ""
 
     def said(self, config: Mapping[str, Any], name: str) -> Any:
