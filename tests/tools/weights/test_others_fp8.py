@@ -70,6 +70,10 @@ def model_in(layout: str, folder: Path) -> dict[str, Tensor]:
             tensors |= parts
         else:
             tensors[name] = values[name] = tensor
+    # Factors of a cache of keys and values in FP8.
+    cache = {"compressed-tensors": "k_scale", "per tensor": "kv_b_proj.output_scale"}
+    if layout in cache:
+        tensors[f"model.layers.1.self_attn.{cache[layout]}"] = torch.ones(1)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, {"format": "pt"}
     )

@@ -85,7 +85,12 @@ class Reader:
         self._lock = threading.Lock()
         architecture = BY_TYPE.get(str(described.get("model_type")))
         tensors, self._files = _with_names_of_files(*_tensors(folder, problems), architecture, problems)
-        by_use = layouts.sort(tensors, block, stated is not None)
+        cache = bool(self.quantised.get("kv_cache_scheme"))
+        by_use = layouts.sort(tensors, block, stated is not None, cache)
+        if transforms := layouts.transforms(self.quantised):
+            # A transform of activations undoes one of the weights, and Megatron has none.
+            layout = "weights under a transform (compressed-tensors' transform_config)"
+            by_use.unread[layout] = transforms
         if by_use.unread:
             raise self._error(
                 [f"{layout}: {listed(names)}" for layout, names in by_use.unread.items()],

@@ -7,6 +7,7 @@ Layouts are recognised by names, dtypes and shapes of tensors. Factors of an FP8
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """Dtypes of factors. DeepSeek's files to V3.2 have fp32, even for powers of two, and Qwen's have bf16."""
 _READ = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes of weights."""
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale")
-"""Names of fixed factors of a linear layer's input, which no weight depends on."""
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
+"""Names of fixed factors of a linear layer's input or output, which no weight depends on."""
+_OF_CACHE = re.compile(r".+\.self_attn\.(.+\.)?([qkv]_scale|kv_scale|prob_scale|[kv]_proj\.output_scale)")
+"""Names of fixed factors of attention's inputs, for a cache of keys and values in FP8."""
 _LARGEST_BLOCK = 2**16
 _MX = 32
 """Columns that share a factor in the MX formats."""
@@ -65,13 +68,16 @@ class Sorted:
     problems: list[str] = field(default_factory=list)
 
 
-def sort(tensors: Mapping[str, Tensor], block: tuple[int, int], blocks_only: bool) -> Sorted:
+def sort(
+    tensors: Mapping[str, Tensor], block: tuple[int, int], blocks_only: bool, cache: bool = False
+) -> Sorted:
     """Sort the tensors of a folder into weights and factors.
 
     Args:
         tensors: dict from name to tensor, of all files.
         block: rows and columns of a block, if factors belong to blocks.
         blocks_only: whether the configuration states the block, so that other factors contradict it.
+        cache: whether the configuration states factors for a cache of keys and values.
     """
     by_use, used = Sorted(), set[str]()
     for layout_of in (_packed, _other_dtype):
@@ -84,9 +90,10 @@ def sort(tensors: Mapping[str, Tensor], block: tuple[int, int], blocks_only: boo
             factors = {other: tensors[other] for other in _names_of_factors(name) if other in tensors}
             used.update(factors)
             _add_fp8(by_use, name, tensor, factors, block, blocks_only)
+    cache = cache or any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors.values())
     for name, tensor in tensors.items():
         weight = _weight_of(name, tensors)
-        if name in used or _is_of_activations(name, tensors):
+        if name in used or _is_of_activations(name, tensors) or (cache and _OF_CACHE.fullmatch(name)):
             continue
         if weight is None:
             by_use.weights[name] = tensor
@@ -106,6 +113,18 @@ def block_of(quantised: Mapping[str, Any]) -> Any:
         if block:
             return block
     return None
+
+
+def transforms(quantised: Mapping[str, Any]) -> list[str]:
+    """Return the transforms in a ``quantization_config`` of compressed-tensors, which weights depend on."""
+    settings = quantised.get("transform_config")
+    groups = settings.get("config_groups", settings) if isinstance(settings, dict) else settings
+    if not isinstance(groups, dict):
+        return [repr(groups)] if groups else []
+    return [
+        f"{name} ({group.get('type')})" if isinstance(group, dict) else str(name)
+        for name, group in groups.items()
+    ]
 
 
 def is_block(block: Any) -> bool:

@@ -126,6 +126,27 @@ def test_the_formula_of_compressed_tensors(tmp_path: Path, strategy: str) -> Non
     assert torch.equal(read(files), expected)
 
 
+CACHE = [f"self_attn.{name}" for name in ("k_scale", "v_scale", "q_scale", "kv_scale", "attn.prob_scale")]
+CACHE += [f"self_attn.{each}_proj.{name}" for each in "kv" for name in (f"{each}_scale", "output_scale")]
+
+
+@pytest.mark.parametrize("name", CACHE)
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1)])
+def test_factors_of_a_cache_in_fp8_are_left_out(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Even of a projection that is not in FP8 itself."""
+    factors = {f"model.layers.0.{name}": torch.ones(shape)}
+    projections = {
+        f"model.layers.0.self_attn.{each}_proj.weight": torch.ones(4, 4).bfloat16() for each in "kv"
+    }
+    weights = projections | {"x.weight": codes()}
+    files = written(tmp_path, weights | factors | {"x.weight_scale": torch.ones(1)})
+    assert files.names == weights.keys()
+    # Files of weights in bf16 state it in the configuration only.
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    assert written(tmp_path, projections | factors, scheme).names == projections.keys()
+    assert written(tmp_path, projections | factors).names == (projections | factors).keys()
+
+
 def test_names_that_end_like_factors_are_weights_without_fp8(tmp_path: Path) -> None:
     tensors = {"norm.scale": torch.ones(3), "attn.k_scale": torch.ones(1), "x.input_scale": torch.ones(1)}
     assert written(tmp_path, tensors).names == set(tensors)
@@ -253,6 +274,23 @@ def test_a_layout_that_is_not_read_is_named_and_nothing_else(tmp_path: Path, lay
     assert str(tmp_path) in head
     assert "a layout that is not read; name a folder with this model in bf16, or in FP8" in head
     assert lines == [f"  - {says}"]
+
+
+def test_weights_under_a_transform_are_refused(tmp_path: Path) -> None:
+    """Their products with activations are right only after the transform, here a Hadamard matrix."""
+    tensors = {"x.weight": codes(), "x.weight_scale": torch.ones(ROWS, 1)}
+    group = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}
+    settings = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": group}}}
+    with pytest.raises(RunError) as caught:
+        written(tmp_path, tensors, settings)
+    head, *lines = str(caught.value).splitlines()
+    assert "a layout that is not read; name a folder with this model in bf16, or in FP8" in head
+    assert lines == ["  - weights under a transform (compressed-tensors' transform_config): R4 (hadamard)"]
+    for odd in ({"config_groups": ["R4"]}, [3], {"config_groups": {"R4": None}}):
+        with pytest.raises(RunError, match="weights under a transform"):
+            written(tmp_path, tensors, {**settings, "transform_config": odd})
+    for empty in ({}, None, {"config_groups": {}}):
+        assert written(tmp_path, tensors, {**settings, "transform_config": empty}).names == {"x.weight"}
 
 
 def test_fp4_of_the_format_itself(tmp_path: Path) -> None:
