@@ -232,7 +232,10 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
         SettingsError: the file cannot be read, or is for another kind of model.
     """
     described, where = read(path), f"{_WHO}: {path}"
-    said = config.sizes_of(described, where)
+    try:
+        said = config.sizes_of(described, where)
+    except SettingsError as error:
+        raise SettingsError(f"{error}; or omit --config, and give the sizes by Megatron's flags") from error
     # A pattern given as a flag overrides the file's frequency and offset, and the other way round.
     overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()
     for name, value in said.items():

@@ -279,5 +279,5 @@ def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
 def test_the_configuration_of_another_model_is_refused(tmp_path, changed, problem):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**configs.KNOWN["deepseek-v3.2"], **changed}))
-    with pytest.raises(SettingsError, match=problem):
+    with pytest.raises(SettingsError, match=f"{problem}.*or omit --config, and give the sizes by Megatron's"):
         arguments.job_of(DEEPSEEK.split(), 512, str(file))

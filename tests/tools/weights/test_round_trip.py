@@ -217,7 +217,10 @@ def test_no_row_of_the_files_is_cut_by_a_smaller_tokenizer(tmp_path: Path) -> No
         found = tensors_of(out)
         assert [len(found[f"{name}.weight"]) for name in ("model.embed_tokens", "lm_head")] == [rows, rows]
         assert loaded("deepseek_v3", out)
-        assert ("config.json has a vocab_size of 300: the job has a vocabulary of 256" in text) is note
+        assert (
+            "config.json has a vocab_size of 300: the job has a vocabulary of 256, and rows above it hold "
+            "numbers, and are written" in text
+        ) is note
     done("export", tmp_path / "checkpoints", tmp_path / "like", "--like", theirs)
     assert same(tensors_of(tmp_path / "like"), tensors_of(theirs))
 

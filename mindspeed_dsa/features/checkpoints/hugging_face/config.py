@@ -163,8 +163,8 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if config.get("moe_layer_freq", 1) != 1:
         raise SettingsError(
-            f"{where} has moe_layer_freq {config['moe_layer_freq']!r}, and only 1 can be read; give the "
-            "sizes by Megatron's flags, with --moe-layer-freq"
+            f"{where} has moe_layer_freq {config['moe_layer_freq']!r}, and only 1 can be read; name a "
+            "model with experts in all layers above its first dense ones"
         )
     sizes = {
         **{flag: said[name] for flag, name in wanted.items()},

@@ -96,7 +96,7 @@ class Plan:
         if like is None and (rows := self._filled_rows()) > self.vocabulary:
             self.notes.append(
                 f"config.json has a vocab_size of {rows}: the job has a vocabulary of {self.vocabulary}, and "
-                "rows above it are no padding"
+                "rows above it hold numbers, and are written"
             )
             self.vocabulary = rows
         self._pieces = self._find()

@@ -183,7 +183,9 @@ def _equal(here: Any, there: Any) -> bool:
 
 def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     latent = arguments["multi_latent_attention"]
-    for name in (name for name in _SAME if name in arguments):
+    # Where all layers have experts, no layer has the width of dense ones.
+    unused = ("ffn_hidden_size",) if arguments["num_experts"] and all(arguments["moe_layer_freq"]) else ()
+    for name in (name for name in _SAME if name in arguments and name not in unused):
         here, there = value_of(args, name), arguments[name]
         if here is not MISSING and not _equal(here, there):
             yield _differs(name, here, there, release)

@@ -459,6 +459,19 @@ def test_what_grouped_queries_cannot_compute_is_refused(kind, changed, problem):
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "llama", "mixtral"])
+def test_null_heads_of_keys_are_as_many_as_those_of_queries(kind):
+    """A missing key is another number in most classes; some classes refuse null."""
+    file = config(kind)
+    assert arguments_of({**file, "num_key_value_heads": None}, WHERE)["num_query_groups"] == 8
+    left_out = {key: value for key, value in file.items() if key != "num_key_value_heads"}
+    usual = getattr(transformers, GROUPED[kind])().num_key_value_heads
+    assert sizes_of(left_out, WHERE)["num_query_groups"] == (8 if kind == "llama" else usual)
+    if kind in ("qwen2", "qwen3", "llama"):
+        theirs = getattr(transformers, GROUPED[kind])(**{**file, "num_key_value_heads": None})
+        assert theirs.num_key_value_heads == 8
+
+
 def test_a_window_that_no_layer_uses_is_ignored():
     file = config("qwen2") | {"sliding_window": 4096}
     assert arguments_of({**file, "use_sliding_window": None}, WHERE) == arguments("qwen2")

@@ -309,6 +309,21 @@ def test_another_way_to_say_the_same(same):
     assert mismatches(found, job(found, "0.19.0", **same), "0.19.0") == []
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_width_of_dense_layers_counts_where_a_layer_is_dense(kind):
+    found = arguments(kind)
+    here = job(found, "0.16.1", ffn_hidden_size=512)
+    assert mismatches(found, here, "0.16.1") == []
+    written = config_of(here, "0.16.1", "test")
+    assert written["intermediate_size"] == (128 if kind == "mixtral" else 512)
+    (said,) = mismatches(found, job(found, "0.16.1", ffn_hidden_size=512, moe_ffn_hidden_size=None), "0.16.1")
+    assert "moe_ffn_hidden_size is 512 here" in said
+    if kind != "mixtral":
+        found = arguments(kind, mlp_only_layers=[1])
+        (said,) = mismatches(found, job(found, "0.16.1", ffn_hidden_size=512), "0.16.1")
+        assert said.startswith("ffn_hidden_size is 512 here and 128 in the files")
+
+
 def test_groups_that_exclude_no_expert():
     found = arguments("deepseek_v3", n_group=1, topk_group=1)
     here = job(found, "0.16.1", moe_router_num_groups=4, moe_router_group_topk=4)

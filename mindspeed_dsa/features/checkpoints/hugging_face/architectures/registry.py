@@ -58,7 +58,7 @@ def find(config: Mapping[str, Any], where: str) -> Architecture:
         of_others = next((f", with {part} ({key})" for key, part in _OF_OTHERS.items() if key in config), "")
         raise SettingsError(
             f"{where} is the configuration of model_type {kind!r}{of_others}; what can be read is "
-            f"{', '.join(BY_TYPE)}; other models are given by Megatron's flags"
+            f"{', '.join(BY_TYPE)}; name a model of one of these"
         )
     return BY_TYPE[kind]
 

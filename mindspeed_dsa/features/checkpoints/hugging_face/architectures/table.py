@@ -192,9 +192,14 @@ class Architecture:
     mindspeed_llm: str = ""
 
     def said(self, config: Mapping[str, Any], name: str) -> Any:
-        """Return a key's value in ``config.json``, or transformers' default if the file lacks the key."""
+        """Return a key's value in ``config.json``, or transformers' default if the file lacks the key.
+
+        Null counts as a missing key, except for a size that may be null.
+        """
         value = config.get(name, config.get(self.aliases.get(name, name)))
         if value is None:
+            if name in config and name in self.nullable:
+                return None
             return self.only[name][0] if name in self.only else self.defaults.get(name)
         return value
 
