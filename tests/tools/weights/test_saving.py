@@ -193,6 +193,8 @@ def test_what_no_file_can_say_is_refused_before_training(tmp_path: Path, kind: s
         assert said.startswith("--save-hf out: mindspeed_dsa save-hf: the trained model as ")
         assert "squared_relu is True here and" in said
     assert SAVE.problems(job_of(kind, **load, ffn_hidden_size=None)) == [], "Megatron derives it"
+    without = {key: value for key, value in vars(job_of(kind, **load)).items() if "vocab_size" not in key}
+    assert SAVE.problems(Namespace(**without)) == [], "another loop than Megatron-LM's sets it with the data"
 
 
 def test_a_session_refuses_what_no_file_can_say() -> None:

@@ -90,7 +90,8 @@ def config_of(
     needed = [*architecture.sizes, "norm_epsilon", "rotary_base"]
     needed += ["moe_layer_freq"] if has_experts else []
     needed += ["rotary_scaling_factor"] if architecture.arguments["multi_latent_attention"] else []
-    missing = [name for name in needed if _size(args, name) is MISSING]
+    given = {"vocab_size"} if vocabulary else set()
+    missing = [name for name in needed if name not in given and _size(args, name) is MISSING]
     if missing:
         raise SettingsError(
             f"{who}: the trained model's arguments lack {', '.join(missing)}; use a model of "
