@@ -26,6 +26,9 @@ from mindspeed_dsa.tools.weights.model import chunk, one_rank_for_all
 VOCABULARY = 256
 """Vocabulary size: tokens are bytes."""
 MODEL: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "untie_embeddings_and_output_weights": True,
     "num_layers": 4,
     "hidden_size": 128,
     "ffn_hidden_size": 384,
@@ -43,6 +46,8 @@ MODEL: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_ffn_hidden_size": 128,
     "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 128,
 }
 """Sizes of a small DeepSeek-V3.2: MLA, an indexer, experts with a shared one, a dense first layer.

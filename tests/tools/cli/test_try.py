@@ -109,6 +109,14 @@ def test_the_version_is_the_distributions(capsys):
     assert capsys.readouterr().out.startswith("mindspeed_dsa ")
 
 
+def test_the_models_of_both_commands_are_built(pool):
+    (names,) = pool.run("tests.tools.cli.built_models:parameters", 1)
+    assert set(names) == {"try", "doctor --device"}
+    for parameters in names.values():
+        for part in ("indexer.linear_wq_b", "linear_q_up_proj.layer_norm_weight", "output_layer.weight"):
+            assert any(part in name for name in parameters), part
+
+
 @pytest.mark.full
 def test_a_small_model_trains_the_same_on_both_sides(tmp_path):
     """Losses fall, equal stock Megatron's, and only the fused side runs the operators."""
