@@ -85,6 +85,7 @@ USED = {
     "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
     "indexers of some layers": (1, "--dsa-indexer-topk-pattern CS"),
     "indexer of a known model": (1, "--dsa-model glm-5"),
+    "weights saved": (1, "--save {folder}/trained --save-hf {folder}/models --dsa-model deepseek-v3.2"),
     "mla-sp-tp-sp": (2, f"--mla-sp-tp-sp {DENSE} {TP}"),
     "mla-sp-tp-sp, context parallel": (4, f"--mla-sp-tp-sp {DENSE} {TP} {CP}"),
     "record of collectives": (1, "--record-collectives {folder}/calls --record-collectives-after 60"),
