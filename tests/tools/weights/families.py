@@ -22,7 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face import config, loading, rot
 from tests.matrix.hugging_face import poison
 from tests.support import model as job
 
-LENGTH, BATCH, STEPS, RATE = 24, 4, 3, 0.1
+LENGTH, BATCH, STEPS, RATE = 24, 4, 10, 0.03
 """Two chunks of a sequence for each of two context parallel ranks, and two microbatches of two."""
 _SIZES: dict[str, Any] = {
     "vocab_size": job.VOCABULARY,
