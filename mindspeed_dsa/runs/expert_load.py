@@ -34,7 +34,7 @@ class LayerLoad(NamedTuple):
         layer: layer number, from 1.
         stage: pipeline stage, from 0.
         experts: token count of each expert.
-        ranks: for each replica of the experts, the token count of each expert parallel rank.
+        ranks: token counts of the expert parallel ranks, one list per replica of the experts.
     """
 
     layer: int

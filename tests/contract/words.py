@@ -28,7 +28,7 @@ WORDS = {
     "lies": r"\blies\b",
 }
 """Words that clear sentences do without, by the name of their budget."""
-HEADLESS = re.compile(r"(of|that|by|in|as|what|whose|which|from|to)\b")
+HEADLESS = re.compile(r"(of|that|by|in|as|what|whose|which|from|to|with|for|on|at|how|where|below)\b")
 """First words of an entry without a noun."""
 VAGUE = {"each", "found", "own", "given", "known", "chosen", "at"}
 """Names of local variables that do not describe their value."""

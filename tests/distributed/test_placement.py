@@ -32,7 +32,6 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
     data = f"--data {tmp_path / 'text'} --data-cache-path {tmp_path / 'cache'} --train-iters {STEPS}"
-    training = TRAINING.replace("--no-save-optim", "").replace("--no-save-rng", "")
 
     def run(
         flags: str, placed: Mapping[int, list[int]] | None = None, report: str = "", **switches: Any
@@ -42,7 +41,7 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
             expert_placement.write(tmp_path / "placement.json", Placement(4, 2, placed))
         if report:
             switches["moe_router_load_report"] = report
-        argv = f"{MODEL} {SMALL} {training} {data} {EP2} {flags}".split()
+        argv = f"{MODEL} {SMALL} {TRAINING} {data} {EP2} {flags}".split()
         if switches.get("moe_grouped_gemm"):
             argv.append("--moe-grouped-gemm")
         outcomes = pool.run("tests.support.example_job:train", 2, argv=argv, switches=switches)

@@ -87,8 +87,8 @@ class OrderedPlatform(cpu.CpuPlatform):
         races: descriptions of races found.
         used: pairs of storage address and side stream, for storages that the allocator may reuse before the
             stream is done with them.
-        freed_early: with ``results``, tensors that were freed while another stream than the allocating one,
-            which may get the memory again, might still use them.
+        freed_early: tensors, recorded only with ``results``, that were freed while another stream than the
+            allocating one, which may get the memory again, might still use them.
         results: whether results of functions count as written by them. They are then in new memory, as on a
             device, whose allocator returns memory to the stream that had it.
     """

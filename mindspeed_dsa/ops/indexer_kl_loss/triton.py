@@ -269,7 +269,7 @@ def _gradients(
     """Write the gradients for some rows of one sequence, and add to the gradient of the keys.
 
     Args:
-        grad_scores: at least ``[rows, key_length]`` fp32, read only where a row sees a key.
+        grad_scores: buffer of at least ``[rows, key_length]`` fp32, read only where a row sees a key.
         inputs: indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights
             ``[rows, heads]``.
         starts: ``[rows]`` int32.

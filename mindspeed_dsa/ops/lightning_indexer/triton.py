@@ -203,7 +203,8 @@ def score_slab(
         weights: ``[rows, heads]``.
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
-        slab: at least ``[rows, key_length]`` fp32; undefined afterwards where a row does not see a key.
+        slab: buffer of at least ``[rows, key_length]`` fp32; undefined afterwards where a row does not see a
+            key.
         use_relu: whether the product of each head is clamped at zero.
         factors: ``[key_length]`` fp32 factors of the scores, or None.
     """

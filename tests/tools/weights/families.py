@@ -53,7 +53,7 @@ def write(kind: str, folder: Path, **changed: Any) -> Any:
 
     Args:
         kind: ``model_type``.
-        folder: of the files, which are made.
+        folder: folder for the files, which this function creates.
         changed: instead of its sizes.
     """
     import transformers

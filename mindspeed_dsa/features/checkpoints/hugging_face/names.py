@@ -159,10 +159,10 @@ class Shape:
     Attributes:
         architecture: names of the tensors.
         experts: number of experts per decoder layer; 0 for a dense layer.
-        indexers: for each decoder layer, whether it owns an indexer.
+        indexers: one bool per decoder layer, true if the layer owns an indexer.
         latent_query: whether queries are computed from a latent.
         shared_expert: whether layers with experts have a shared expert.
-        prediction_indexers: for each multi-token prediction layer, whether it owns an indexer. In other
+        prediction_indexers: one bool per multi-token prediction layer, true if it owns an indexer. In other
             respects these layers are like the last decoder layer.
         tied: whether the output layer shares the embedding's weight.
         groups: number of key heads, each with a group of queries.

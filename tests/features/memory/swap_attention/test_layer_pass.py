@@ -86,8 +86,7 @@ def test_views_share_one_copy(seen):
     assert sorted(seen.back) == sorted(seen.out)
 
 
-def test_each_layer_and_microbatch_has_a_copy_of_its_own(seen):
-    # Two passes save the same tensor.
+def test_two_passes_that_save_one_tensor_have_a_copy_each(seen):
     x = source()
     shared = 2 * x
     first, second = (swapped(lambda t: t * t, shared) for _ in range(2))
