@@ -31,7 +31,7 @@ SMALL = {
 
 
 TOTALS = {
-    "lines": 94_400,  # 2,300 more: tables of architectures, the contract of files, FP8, checks of weights
+    "lines": 94_400,  # 2,300 more: architectures, contract of files, FP8, weights check, chats
     "flags": 113,
     "features": 69,
     "state": 34,

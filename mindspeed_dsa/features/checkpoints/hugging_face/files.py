@@ -57,6 +57,7 @@ class Reader:
 
     Attributes:
         folder: folder of the model.
+        described: content of the model's ``config.json``.
         quantised: ``quantization_config`` of the configuration.
         predictions: layer numbers of the multi-token prediction layers.
         non_finite: counts of NaN and infinities among the numbers read so far, by name of weight.
@@ -68,7 +69,7 @@ class Reader:
 
     def __init__(self, folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.folder = folder
-        self._described = described
+        self.described = described
         problems: list[str] = []
         quantised = described.get("quantization_config") or {}
         self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
@@ -103,18 +104,13 @@ class Reader:
             raise self._error(problems)
 
     @property
-    def described(self) -> Mapping[str, Any]:
-        """Content of the model's ``config.json``."""
-        return self._described
-
-    @property
     def architecture(self) -> Architecture:
         """Architecture that the model's ``config.json`` names.
 
         Raises:
             SettingsError: the model type is not supported.
         """
-        return find(self._described, f"mindspeed_dsa: {self.folder / config.FILE}")
+        return find(self.described, f"mindspeed_dsa: {self.folder / config.FILE}")
 
     @property
     def names(self) -> KeysView[str]:
