@@ -72,12 +72,17 @@ def write(kind: str, folder: Path, **changed: Any) -> Any:
     return model
 
 
-def loss_of(model: Any) -> Tensor:
-    """Return transformers' mean loss over the tokens of a step."""
+def logits_of(model: Any) -> tuple[Tensor, Tensor]:
+    """Return transformers' logits ``[batch, length, vocabulary]`` for a step's tokens, and the labels."""
     with mock.patch.object(job, "SEQUENCE", LENGTH):
         tokens = job.samples(BATCH)
-    logits = model(tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return model(tokens[:, :-1], use_cache=False).logits, tokens[:, 1:]
+
+
+def loss_of(model: Any) -> Tensor:
+    """Return transformers' mean loss over the tokens of a step."""
+    logits, labels = logits_of(model)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def losses_of(model: Any) -> list[float]:

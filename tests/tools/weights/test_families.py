@@ -59,6 +59,10 @@ def test_losses_are_those_of_transformers(pool: Any, tmp_path: Path, kind: str, 
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
+        # The other model took the same ten steps in transformers; rounding has grown to 2.5e-4.
+        torch.testing.assert_close(
+            families.logits_of(loaded)[0], families.logits_of(model)[0], rtol=1e-3, atol=1e-3
+        )
         assert float(families.loss_of(loaded)) == pytest.approx(expected[-1], rel=1e-5)
 
 
