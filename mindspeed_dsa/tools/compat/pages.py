@@ -58,12 +58,13 @@ _INDEX_HEADER = """\
 [中文](../zh/features.md)
 
 Each feature has a page with its flags, background, method, use, patches, measured effect and limits.
-`python -m mindspeed_dsa features` prints this list, `python -m mindspeed_dsa explain NAME` one entry, and
-`python -m mindspeed_dsa doctor FLAGS` the features that a command line switches on.
+`python -m mindspeed_dsa features` prints the list below; `python -m mindspeed_dsa explain NAME` one entry.
+`python -m mindspeed_dsa doctor FLAGS` prints the features that the flags of a job switch on.
 
-"Automatic" features are on wherever they are needed: repairs if the model uses DSA, redirections on their
-platform. If a flag is listed as well, it switches the feature on, and its `--no-` form off.
-Flags marked "(Megatron's)" belong to Megatron.
+The column "Switch" names the flag that switches a feature on. "(Megatron's)" marks flags of Megatron itself.
+An "automatic" feature is on if the job needs it: for example, a DSA model needs the repairs of DSA.
+If an automatic feature also has a flag, the flag switches it on, and the `--no-` form of the flag off.
+
 [Features together](../design/pairs.md) shows which features can be combined.
 """
 _SESSION = "The session's own rows, always on"
