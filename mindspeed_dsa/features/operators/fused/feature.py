@@ -103,8 +103,8 @@ def check_mask_arithmetic(args: Any, options: Any) -> Iterator[str]:
 
 MASK_ARITHMETIC = Feature(
     name="mask-arithmetic",
-    summary="Vocabulary parallel embedding and cross entropy fill by a mask instead of assigning through it: "
-    "the same bits without waiting for the device.",
+    summary="In vocabulary parallel embedding and cross entropy, masked_fill replaces assignments through a "
+    "mask. Results are bitwise equal, and the host does not wait for the device.",
     flags=(FUSED_OPERATORS, PLATFORM),
     patches=tuple(
         Patch(
@@ -153,8 +153,8 @@ def check_rmsnorm(args: Any, options: Any) -> Iterator[str]:
 
 RMSNORM = Feature(
     name="fused-rmsnorm",
-    summary="RMSNorm is one operator forward and one backward, and keeps its input and a number for each row "
-    "in place of intermediate results.",
+    summary="RMSNorm runs as one operator in forward and one in backward. For backward it keeps only its "
+    "input and one number per token.",
     flags=(Flag("--use-fused-rmsnorm", "Fuse RMSNorm."), FUSED_OPERATORS),
     patches=(
         Patch(
@@ -211,8 +211,8 @@ def check_rotary(args: Any, options: Any) -> Iterator[str]:
 
 ROTARY = Feature(
     name="fused-rotary-pos-emb",
-    summary="Rotary position embedding is one operator forward and one backward, whose sines and cosines are "
-    "computed once for all layers.",
+    summary="Rotary position embedding runs as one operator in forward and one in backward. Sines and "
+    "cosines are computed once for all layers.",
     flags=(Flag("--use-fused-rotary-pos-emb", "Fuse rotary position embedding."), FUSED_OPERATORS),
     patches=(
         Patch(
@@ -274,8 +274,8 @@ def check_swiglu(args: Any, options: Any) -> Iterator[str]:
 
 SWIGLU = Feature(
     name="fused-swiglu",
-    summary="SwiGLU, with a bias or weighted by a router's probabilities, is one operator forward and one "
-    "backward, and keeps its input alone.",
+    summary="SwiGLU, also with a bias or weighted by router probabilities, runs as one operator in forward "
+    "and one in backward. For backward it keeps only its input.",
     flags=(Flag("--use-fused-swiglu", "Fuse SwiGLU."), FUSED_OPERATORS),
     patches=(
         Patch(
