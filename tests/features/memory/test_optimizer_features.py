@@ -189,7 +189,7 @@ SGD = {"optimizer_options": {"optimizer": "sgd"}}
         (SWAP, {"switches": {**SWAP.switches, **REUSE.switches}}, "--swap-optimizer alone"),
         (VIRTUAL, OFFLOAD, "optimizer_cpu_offload"),
         (VIRTUAL, SGD, "--optimizer sgd"),
-        (VIRTUAL, {"switches": {**VIRTUAL.switches, **SWAP.switches}}, "both move the moments"),
+        (VIRTUAL, {"switches": {**VIRTUAL.switches, **SWAP.switches}}, "both features move the moments"),
         (VIRTUAL, {"switches": {"virtual_optimizer": [1, 2]}}, "2 quotas for 1 pipeline stages"),
         (VIRTUAL, {"switches": {"virtual_optimizer": ["some"]}}, "some"),
     ],

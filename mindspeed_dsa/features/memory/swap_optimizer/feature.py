@@ -161,8 +161,8 @@ FEATURE = Feature(
     conflicts=(
         Conflict(
             "reuse-fp32-param",
-            "with --swap-optimizer there are no master weights on the device to share a storage with; use "
-            "--swap-optimizer alone, which saves more",
+            "--swap-optimizer moves the master weights to the host, so they cannot share storage with the "
+            "weights on the device; use --swap-optimizer alone, which saves more",
         ),
     ),
     active=wanted("swap_optimizer", "swap_optimizer_times"),

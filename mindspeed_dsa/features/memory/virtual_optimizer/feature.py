@@ -113,8 +113,8 @@ FEATURE = Feature(
     conflicts=(
         Conflict(
             "swap-optimizer",
-            "both move the moments to the host; use --swap-optimizer for the least device memory, or "
-            "--virtual-optimizer to keep the optimizer's own step",
+            "both features move the moments to the host; use --swap-optimizer for the least device memory, "
+            "or --virtual-optimizer to keep the optimizer's own step",
         ),
     ),
     active=is_given("virtual_optimizer"),
