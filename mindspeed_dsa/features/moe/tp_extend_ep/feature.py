@@ -151,8 +151,8 @@ def reduce_over_copies(original: Callable[..., None], context: Context[None]) ->
 
 COPIES = Feature(
     name="dsa-expert-tp-grads",
-    summary="Sums gradients of experts over tensor parallel ranks that hold copies of them: an expert tensor "
-    "parallel size of its own, without expert parallelism.",
+    summary="Sums the gradients of experts over the tensor parallel ranks that have copies of them, if there "
+    "is no expert parallelism and the expert tensor parallel size differs from the tensor parallel size.",
     flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
     active=uses_dsa,
     when="the model uses DSA",
@@ -162,8 +162,8 @@ COPIES = Feature(
             "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
             "wrap",
             "mindspeed_dsa.features.moe.tp_extend_ep.feature:reduce_over_copies",
-            "with an expert tensor parallel size of its own and no expert parallelism, copies of experts "
-            "keep the gradients of their own tokens, and drift apart",
+            "without expert parallelism, each copy of an expert gets only the gradients of its own tokens, "
+            "so the copies drift apart",
             versions=">=0.12.1,<0.19",
             priority=100,  # outermost, to see the experts that other features have built
         ),
