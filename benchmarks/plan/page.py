@@ -107,13 +107,15 @@ def tables() -> str:
         host = f"{changes.host / GIB:+.1f}" if changes.host else ""
         sums = f"{changes.memory_sum / GIB:+.1f} | {host} | {changes.seconds_sum:+.2f}"
         lines.append(f"| `{flags}` | {sums} | {mostly} |")
-    return "\n".join([*lines, "", f"With the flags of the last row, the plan is:\n\n{_sentence(planned(FITTING))}"])
+    lines += ["", "With the flags of the last row, the plan is:", "", _sentence(planned(FITTING))]
+    return "\n".join(lines)
 
 
 def _sentence(found: Plan) -> str:
     return (
         f"The layout {found.job.layout} {found.verdict}. Pipeline rank {found.worst.rank} needs "
-        f"{found.worst.total / GIB:.0f} GiB, the most of all ranks. A device has {found.device.memory:g} GiB.\n"
+        f"{found.worst.total / GIB:.0f} GiB, the most of all ranks. "
+        f"A device has {found.device.memory:g} GiB.\n"
         f"A step takes {found.time.total:.1f} s ({found.tokens_per_second:,.0f} tokens/s, "
         f"{found.utilisation():.0%} of the devices' peak FLOPs).\n"
         f"The longest part of the step is {found.time.limit}."
