@@ -211,9 +211,9 @@ def _modules(settings: Any) -> list[str]:
 
 OUTPUTS = Feature(
     name="recompute-outputs",
-    summary="The checkpoint without output that recompute-norm, recompute-activation-function and Megatron's "
-    "own modules recompute with: works without Transformer Engine, restores random states only where they "
-    "are drawn from, verifies.",
+    summary="Frees a module's output and recomputes it in backward, for recompute-norm, "
+    "recompute-activation-function and Megatron's own modules: without Transformer Engine, and with an "
+    "optional check of every byte.",
     flags=(
         Flag(
             "--recompute-verify",
@@ -241,8 +241,8 @@ OUTPUTS = Feature(
 
 LEARNING_OUTPUTS = Feature(
     name="recompute-outputs-learning",
-    summary="Has weights behind frozen modules learn where Megatron's own checkpoint without output "
-    "recomputes: with Transformer Engine, or in mla_up_proj.",
+    summary="Gives gradients to weights behind frozen modules if Megatron's own class recomputes outputs: "
+    "with Transformer Engine, or in mla_up_proj.",
     flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
     patches=(
         Patch(
