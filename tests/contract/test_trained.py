@@ -159,7 +159,7 @@ def test_the_page_says_trained_only_where_tests_have(tmp_path):
     assert "* f: fails: CP2: it broke (0.15.3)" in page
     assert "* f: refused: runs on npu (0.16.1)" in page
     assert "| f | EP2 (main) |" in page
-    assert "commit `cccccccccccc` of 2026-08-22, which declares 0.20.0" in page
+    assert "commit `cccccccccccc` of 2026-08-22. This commit declares the version 0.20.0" in page
 
 
 def test_the_committed_table_is_of_this_version_s_features():

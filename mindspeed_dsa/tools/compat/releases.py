@@ -19,16 +19,17 @@ _HEADER = """\
 # Compatibility
 
 See which feature works with which release of Megatron-core.
-The table is [compatibility.csv](compatibility.csv), with one row per feature and one column per release;
-this page explains its words.
+The file [compatibility.csv](compatibility.csv) has one row per feature and one column per release.
+This page explains the words in its cells.
 [A short table](../support.md#megatron) lists the features that a release does not support.
-A cell is the result of two checks:
 
-* of the sources: every patch target was looked up in the release, with the parameters that the patch relies
-  on. `make compat` reads the releases again; `python -m mindspeed_dsa diff PATH_OR_VERSION` does the same for
-  a fork or a checkout;
-* of training: `make test-matrix` trains with each feature in layouts that it supports, and compares with
-  stock Megatron. Only a feature that passed these tests on a release is called trained there.
+Each cell combines the results of two checks:
+
+* **Sources.** Every patch target is looked up in the sources of the release, with the parameters that the
+  patch uses. `make compat` repeats this check for all releases.
+  `python -m mindspeed_dsa diff PATH_OR_VERSION` runs it for a fork or a checkout.
+* **Training.** `make test-matrix` trains with each feature in layouts that the feature supports, and
+  compares the results with stock Megatron. A cell says "trained" only if these tests passed on that release.
 
 | Word | Meaning |
 | --- | --- |
@@ -43,9 +44,10 @@ A cell is the result of two checks:
 """
 _TORCH = (
     "\n## Releases of torch\n\n"
-    "Everything above was run with the torch releases named there. The package allows "
-    f"`torch{TORCH_TRIED}`: from the oldest to the newest release with which its quick tests were run, on "
-    "megatron-core 0.16.1 and Python 3.11 on CPUs. With other releases it logs one warning.\n\n"
+    "The tests above ran with the torch releases that are listed above. "
+    f"The package allows `torch{TORCH_TRIED}`. The table has the releases of torch with which its quick "
+    "tests were run, on megatron-core 0.16.1 and Python 3.11 on CPUs. With a torch release outside this "
+    "range, the package logs one warning.\n\n"
     "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
     "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, most of `ops` | pass, with NumPy 2.2 for "
     "Triton's interpreter, except for: tests that need a later Triton (Gluon, `triton.knobs`); four tests of "
@@ -59,10 +61,10 @@ _TORCH = (
     "| 2.15.0 | 3.9.0 | `patches`, `ops`, `parallel`, CPU platform, compile-regions | pass; not allowed "
     "yet, because Megatron-core up to 0.19.2 cannot read its own `torch_dist` checkpoints there (`empty() "
     "got an unexpected keyword argument 'strides'`), and FSDP2's private classes were renamed |\n\n"
-    "2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for "
-    "the CUDA libraries. torch 2.6 is not supported: its Inductor works only with Triton 3.2, and the "
-    "kernels here need 3.3, on GPUs 3.4. "
-    "The package's use of torch's private names is [listed](torch-privates.md).\n"
+    "torch 2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU. For 2.7.1, empty files "
+    "replaced the CUDA libraries. torch 2.6 is not supported, because its Inductor works only with Triton "
+    "3.2. The kernels of this package need Triton 3.3, and Triton 3.4 on GPUs. "
+    "The package uses some [private names of torch](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
 _LACKING = ("not in this release", "not supported", "fails", "not recorded")
@@ -179,8 +181,8 @@ def _main_note(records: Records) -> str:
         return ""
     main = records.main
     return (
-        f"The last column is Megatron-LM's branch `main` at commit `{main.commit[:12]}` of {main.date}, "
-        f"which declares {main.version} as its version; that release may differ from this commit.\n\n"
+        f"The last column is Megatron-LM's branch `main` at commit `{main.commit[:12]}` of {main.date}. "
+        f"This commit declares the version {main.version}. The release {main.version} may differ from it.\n\n"
     )
 
 
@@ -207,8 +209,9 @@ def layouts(features: Sequence[Feature], matrix: trained.Trained) -> str:
         for text in dict.fromkeys(ran.values())
     ]
     return (
-        "\n## Trained layouts\n\nOn CPUs, with gloo. TP2+SP is two tensor parallel ranks with sequence "
-        "parallelism; PP is pipeline, VPP virtual stages, EP expert, CP context, DP data parallel.\n\n"
+        "\n## Trained layouts\n\nAll tests ran on CPUs with gloo. TP2+SP means two tensor parallel ranks "
+        "with sequence parallelism. PP means pipeline, EP expert, CP context and DP data parallel. VPP means "
+        "virtual pipeline stages.\n\n"
         f"{table(['Feature', 'Layouts (releases)'], rows)}\nThe tests ran with:\n\n"
         + "\n".join(machines)
         + "\n"
