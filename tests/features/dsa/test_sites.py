@@ -10,7 +10,7 @@ CASES = "tests.features.dsa.parts_of_dsa"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 FUSED = {"dsa-absorb", "dsa-stage", "dsa-warmup", "dsa-kernel-backend", "dsa-context-parallel"}
-FUSED |= {"dsa-recorded-selections"}
+FUSED |= {"dsa-recorded-selections", "dsa-selection-search"}
 
 
 def test_every_row_of_this_release_is_applied_and_undone(pool):
