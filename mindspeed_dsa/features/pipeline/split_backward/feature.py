@@ -185,8 +185,8 @@ RECOMPUTED_LATER = Patch(
 
 OUTPUTS = Feature(
     name="split-backward-outputs",
-    summary="Has what Megatron's own modules recompute in place leave weight gradients for later, too; "
-    "with split-backward and dualpipev.",
+    summary="Defers weight gradients also in modules whose outputs Megatron frees and recomputes; "
+    "for split-backward and dualpipev.",
     flags=(),
     patches=(
         Patch(
@@ -205,8 +205,8 @@ OUTPUTS = Feature(
 
 FEATURE = Feature(
     name="split-backward",
-    summary="Sends gradients of inputs first and computes those of weights where a pipeline rank would wait "
-    "(ZB-H1).",
+    summary="Computes and sends input gradients first, and computes weight gradients while a pipeline rank "
+    "would wait (ZB-H1).",
     flags=(
         Flag(
             FLAG,
