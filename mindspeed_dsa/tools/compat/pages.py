@@ -63,7 +63,7 @@ Each feature has a page with its flags, background, method, use, patches, measur
 
 The column "Switch" names the flag that switches a feature on. "(Megatron's)" marks flags of Megatron itself.
 An "automatic" feature is on if the job needs it: for example, a DSA model needs the repairs of DSA.
-If an automatic feature also has a flag, the flag switches it on, and the `--no-` form of the flag off.
+If an automatic feature also has a flag, the flag switches it on, and the flag's `--no-` form switches it off.
 
 [Features together](../design/pairs.md) shows which features can be combined.
 """
