@@ -42,12 +42,16 @@ Each cell combines the results of two checks:
 | fails | a target is missing or takes other parameters, or a test failed |
 | not recorded | the release's sources were not searched for one of the targets |
 """
+_REMARKS = (
+    "Each line names a feature whose check failed, or whose training test the feature refused. It quotes the "
+    "message, and lists the releases in parentheses.\n\n"
+)
 _TORCH = (
     "\n## Releases of torch\n\n"
     "The tests above ran with the torch releases that are listed above. "
-    f"The package allows `torch{TORCH_TRIED}`. The table has the releases of torch with which its quick "
-    "tests were run, on megatron-core 0.16.1 and Python 3.11 on CPUs. With a torch release outside this "
-    "range, the package logs one warning.\n\n"
+    f"The package allows `torch{TORCH_TRIED}`. The table has the releases of torch with which the "
+    "package's quick tests were run, on megatron-core 0.16.1 and Python 3.11 on CPUs. With a torch release "
+    "outside this range, the package logs one warning.\n\n"
     "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
     "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, most of `ops` | pass, with NumPy 2.2 for "
     "Triton's interpreter, except for: tests that need a later Triton (Gluon, `triton.knobs`); four tests of "
@@ -87,7 +91,7 @@ def compatibility(
     text = f"{_HEADER}\n{_main_note(records)}"
     if remarks:
         lines = [f"* {remark} ({', '.join(releases)})" for remark, releases in remarks.items()]
-        text += "## Remarks\n\n" + "\n".join(lines) + "\n"
+        text += f"## Remarks\n\n{_REMARKS}" + "\n".join(lines) + "\n"
     return text + (layouts(features, matrix) if matrix.ran_with else "") + _TORCH
 
 
