@@ -115,9 +115,9 @@ def _sentence(found: Plan) -> str:
     return (
         f"The layout {found.job.layout} {found.verdict}. Pipeline rank {found.worst.rank} needs "
         f"{found.worst.total / GIB:.0f} GiB, the most of all ranks. "
-        f"A device has {found.device.memory:g} GiB.\n"
+        f"A device has {found.device.memory:g} GiB. "
         f"A step takes {found.time.total:.1f} s ({found.tokens_per_second:,.0f} tokens/s, "
-        f"{found.utilisation():.0%} of the devices' peak FLOPs).\n"
+        f"{found.utilisation():.0%} of the devices' peak FLOPs). "
         f"The longest part of the step is {found.time.limit}."
     )
 

@@ -108,8 +108,8 @@ def require_whole_experts(context: Context[None]) -> None:
 
 FEATURE = Feature(
     name="moe-tp-extend-ep",
-    summary="Gives the tensor parallel ranks whole experts: expert parallel over TP x EP ranks, no expert "
-    "tensor parallelism.",
+    summary="Gives the tensor parallel ranks whole experts: the expert parallel size becomes TP x EP, and no "
+    "expert is sliced.",
     flags=(
         Flag(
             "--moe-tp-extend-ep",
@@ -151,8 +151,8 @@ def reduce_over_copies(original: Callable[..., None], context: Context[None]) ->
 
 COPIES = Feature(
     name="dsa-expert-tp-grads",
-    summary="Sums the gradients of experts over the tensor parallel ranks that have copies of them, if there "
-    "is no expert parallelism and the expert tensor parallel size differs from the tensor parallel size.",
+    summary="Sums the gradients of experts that tensor parallel ranks have copies of: without expert "
+    "parallelism, and with an expert tensor parallel size other than the tensor parallel size.",
     flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
     active=uses_dsa,
     when="the model uses DSA",
