@@ -27,23 +27,23 @@ COMM_TYPES = {
 """Dict from MindSpeed's algorithm name to Megatron's ``cp_comm_type``."""
 ALGORITHM = Flag(
     "--context-parallel-algo",
-    "Algorithm by which context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo "
-    "(all-to-all by head), hybrid_cp_algo (all-to-all inside --ulysses-degree-in-cp ranks, ring across), "
-    "kvallgather_cp_algo (keys gathered), or the name of a registered strategy. Megatron's --cp-comm-type "
-    "p2p, a2a, a2a+p2p, allgather say the same.",
+    "Context parallel algorithm: megatron_cp_algo (ring), ulysses_cp_algo (all-to-all by head), "
+    "hybrid_cp_algo (all-to-all within groups of --ulysses-degree-in-cp ranks, ring between groups), "
+    "kvallgather_cp_algo (keys gathered), or the name of a registered strategy. The first four equal "
+    "Megatron's --cp-comm-type p2p, a2a, a2a+p2p and allgather.",
     kind="value",
 )
 ULYSSES_DEGREE = Flag(
     "--ulysses-degree-in-cp",
-    "Neighbouring context parallel ranks that share heads with hybrid_cp_algo; the ring has the context "
-    "parallel size divided by it.",
+    "Number of neighbouring context parallel ranks that exchange heads with hybrid_cp_algo; the groups form "
+    "a ring.",
     kind="value",
     type=int,
 )
 BLOCK_ROWS = Flag(
     "--cp-block-rows",
-    "Repeat the zigzag of rows over context parallel ranks in blocks of so many rows, which balances the "
-    "selected keys of sparse attention; 0: one zigzag over the sequence, as Megatron's.",
+    "Distribute tokens over context parallel ranks in blocks of so many tokens, so that all ranks have "
+    "about the same work in sparse attention; 0: two chunks per rank, as in Megatron.",
     kind="value",
     type=int,
     default=0,

@@ -114,15 +114,15 @@ _RELEASES = ">=0.16,<0.19"
 
 USE_FUSED_DSA = Flag(
     "--use-fused-dsa",
-    "DSA on fused operators: memory grows with the sequence, not with its square, and work with the selected "
-    "keys. Switches on --use-dsa-absorb and the three --use-fused-* below; --no-use-dsa-absorb and so on "
-    "use Megatron's code for one of them.",
+    "Compute DSA with fused operators: memory grows with the sequence, not with its square. Switches on "
+    "--use-dsa-absorb and the three --use-fused-* flags below. To use Megatron's code for one of them, add "
+    "its --no- form, e.g. --no-use-dsa-absorb.",
 )
 ABSORB = Flag(
     "--use-dsa-absorb",
-    "MLA in absorbed form, in which all heads share one latent key. 'auto' takes the faster form by length: "
-    "by head up to topk tokens, on CPUs up to 4 to 17 x topk by heads and widths, absorbed beyond; the log "
-    "says which. Default: auto with --use-fused-dsa, otherwise off. Without a value: on.",
+    "Compute MLA in absorbed form, in which all heads share one latent key. 'auto' uses this form only for "
+    "long sequences: above topk tokens, on CPUs above 4 to 17 x topk tokens; the log names the form. "
+    "Default: auto with --use-fused-dsa, otherwise off. Without a value: on.",
     kind="auto",
     choices=WORDS,
 )
@@ -131,7 +131,8 @@ _SWITCHES = (
     ABSORB,
     Flag(
         "--use-fused-lightning-indexer",
-        "Select keys with the fused operator, ties to the lowest position. Default: as --use-fused-dsa.",
+        "Select keys with the fused operator; of equal scores it takes the lowest position. Default: as "
+        "--use-fused-dsa.",
         kind="auto",
     ),
     Flag(
@@ -147,25 +148,25 @@ _SWITCHES = (
 )
 _BACKEND = Flag(
     "--dsa-backend",
-    "Implementation of the DSA operators; 'auto' selects the best one for the device and the shapes and "
-    "logs why one is skipped; a named one that cannot run is an error.",
+    "Implementation of the DSA operators. 'auto' selects the fastest one that supports the device and the "
+    "shapes, and logs why others are skipped. A named one that cannot run is an error.",
     kind="value",
     default="auto",
     choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
 )
 _PRECISION = Flag(
     "--dsa-indexer-precision",
-    "Arithmetic that keys are selected by: 'full', on queries and keys as the model projects them; 'fp8', as "
-    "inference engines select, in e4m3 with factors that are powers of two (ue8m0, as DeepSeek releases it); "
-    "'fp8-plain', with factors that are not rounded. The indexer's loss and gradients are of 'full' always.",
+    "Precision of the scores that select keys: 'full' does not quantise the indexer's queries and keys; "
+    "'fp8' rounds them to e4m3 with scales that are powers of two (ue8m0), as inference engines do; "
+    "'fp8-plain' uses scales that are not rounded. The indexer's loss and gradients always use 'full'.",
     kind="value",
     default="full",
     choices=PRECISIONS,
 )
 _FUSE_KL = Flag(
     "--dsa-fuse-kl-in-backward",
-    "Collect the indexer loss's target inside the attention's backward pass, where the probabilities are "
-    "recomputed anyway; the loss is logged from there.",
+    "Compute the indexer loss in the backward of the attention, which recomputes the probabilities anyway; "
+    "the loss is also logged in the backward.",
 )
 FUSED = Feature(
     name="fused-dsa",

@@ -23,22 +23,22 @@ from mindspeed_dsa.patches.spec import Patch
 
 ORIGINAL = Flag(
     "--yarn-original-max-position-embeddings",
-    "Positions that the model was trained with before YaRN stretched them, of which its frequencies are "
-    "derived. Default: Megatron's, 4096. Before Megatron-core 0.14 --max-position-embeddings says it.",
+    "Sequence length of the model's training before YaRN; YaRN computes its frequencies from it. Default: "
+    "Megatron's, 4096. Before Megatron-core 0.14 use --max-position-embeddings instead.",
     kind="value",
     type=int,
 )
 BETA_FAST = Flag(
     "--yarn-beta-fast",
-    "Turns within the original positions from which on YaRN leaves a dimension's frequency as it is. "
+    "YaRN keeps the frequency of dimensions with at least so many turns within the original length. "
     "Default: Megatron's, 32.",
     kind="value",
     type=float,
 )
 BETA_SLOW = Flag(
     "--yarn-beta-slow",
-    "Turns within the original positions up to which YaRN divides a dimension's frequency by the whole "
-    "factor. Default: Megatron's, 1.",
+    "YaRN divides the frequency of dimensions with at most so many turns within the original length by the "
+    "scaling factor. Default: Megatron's, 1.",
     kind="value",
     type=float,
 )

@@ -91,15 +91,15 @@ FEATURE = Feature(
     flags=(
         Flag(
             "--record-collectives",
-            "Keep the last collectives of every group in DIR, and write a record of every rank when none "
-            "starts or ends for a while, on SIGUSR1, and when a rank fails or is ended; "
-            "`python -m mindspeed_dsa hang DIR` reads them.",
+            "Write the last collectives of each process group to DIR. Also write a rank's Python stacks if "
+            "no collective starts or ends for a while, on SIGUSR1, and if the rank fails or is ended. "
+            "`python -m mindspeed_dsa hang DIR` reads the files.",
             kind="value",
             metavar="DIR",
         ),
         Flag(
             "--record-collectives-after",
-            "Write them when no collective has started or ended for so many seconds; default: 120.",
+            "Write Python stacks if no collective has started or ended for so many seconds; default: 120.",
             kind="value",
             type=float,
             metavar="SECONDS",

@@ -92,8 +92,8 @@ FEATURE = Feature(
     flags=(
         Flag(
             "--virtual-optimizer",
-            "Keep moments in host memory that the device addresses: 'all', or GiB for each process, or GiB "
-            "for the processes of each pipeline stage. Up to 8 bytes per parameter less on the device.",
+            "Keep Adam's moments in host memory: 'all', or GiB per process, or one number of GiB for each "
+            "pipeline stage. Saves up to 8 bytes of device memory per parameter.",
             kind="value",
             nargs="+",
             metavar="GIB",

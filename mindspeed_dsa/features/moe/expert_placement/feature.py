@@ -142,13 +142,13 @@ FEATURE = Feature(
     flags=(
         Flag(
             "--moe-expert-placement",
-            "Hold experts on ranks as FILE says, or 'auto': as the report of --moe-router-load-report in its "
-            "folder, or beside the checkpoints of --load or --save, asks for.",
+            "Assign experts to ranks by the placement in FILE. 'auto' computes a placement from the load "
+            "report in the folder of --moe-router-load-report, --load or --save.",
             kind="value",
             metavar="FILE",
         ),
-        Flag("--load", "Megatron's own flag; 'auto' looks for a report there.", kind="value", megatron=True),
-        Flag("--save", "Megatron's own flag; 'auto' looks for a report there.", kind="value", megatron=True),
+        Flag("--load", "Megatron's own flag; 'auto' looks for a report here.", kind="value", megatron=True),
+        Flag("--save", "Megatron's own flag; 'auto' looks for a report here.", kind="value", megatron=True),
     ),
     patches=(
         Patch(
