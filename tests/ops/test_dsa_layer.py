@@ -177,6 +177,31 @@ def test_keys_of_another_layer_are_attended_to_without_an_indexer():
     assert second.topk_indices is first.topk_indices
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "by head"])
+def test_scores_of_another_layer_are_enough_for_the_loss(absorbed, backend):
+    main = main_inputs(absorbed)
+    index = [x.double().requires_grad_() for x in indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)]
+    mask = torch.ones(BATCH, ROWS, dtype=torch.bool)
+    mask[0, :9] = False
+    options = {"topk": TOPK, "softmax_scale": SCALE, "value_dim": VALUE if absorbed else None}
+    options |= {"with_loss": True, "row_mask": mask, "backend": backend}
+    selected = dsa.lightning_indexer(*index, TOPK)
+    whole = dsa.deepseek_sparse_attention(*main, *index, selected=selected, **options)
+    theirs = torch.autograd.grad(whole.loss, index, retain_graph=True)
+    given = dsa.IndexerOutput(selected.topk_indices, selected.topk_scores.detach().requires_grad_())
+    alone = dsa.deepseek_sparse_attention(*main, None, None, None, selected=given, **options)
+    oracle.assert_close(alone.loss, whole.loss)
+    (slope,) = torch.autograd.grad(alone.loss, given.topk_scores)
+    for ours, expected_slope in zip(
+        torch.autograd.grad(selected.topk_scores, index, slope), theirs, strict=True
+    ):
+        oracle.assert_close(ours, expected_slope)
+    keys = dsa.IndexerOutput(selected.topk_indices, None)
+    with pytest.raises(ValueError, match="the loss can take their scores"):
+        dsa.deepseek_sparse_attention(*main, None, None, None, selected=keys, **options)
+
+
 WRONG = {
     "stage": ({"stage": "dense"}, "stage must be .sparse. or .warmup., got .dense."),
     "value_dim": ({"value_dim": 4}, "value_dim goes with an absorbed key"),

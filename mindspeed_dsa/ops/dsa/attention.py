@@ -12,7 +12,12 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.ops.checks import check_float, check_shape, require
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.documents import attend_by_documents
-from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, takes_lse
+from mindspeed_dsa.ops.indexer_kl_loss import (
+    dense_indexer_kl_loss,
+    indexer_kl_loss,
+    kl_loss_of_scores,
+    takes_lse,
+)
 from mindspeed_dsa.ops.lightning_indexer import IndexerOutput, lightning_indexer
 from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
@@ -36,8 +41,8 @@ class DSAOutput(NamedTuple):
     out: Tensor
     """``[batch, rows, heads, value_dim]`` in the dtype of the query; zero for queries without a key."""
     loss: Tensor | None
-    """Scalar, fp32 (fp64 for an indexer in fp64), differentiable only with respect to the indexer's operands.
-    None unless requested."""
+    """Scalar, fp32 (fp64 for an indexer in fp64), differentiable only with respect to the indexer's operands,
+    or to given scores without operands. None unless requested."""
     topk_indices: Tensor | None
     """``[batch, rows, topk]`` int32, -1 at the tail; None if queries attend to all visible keys."""
 
@@ -85,7 +90,8 @@ def deepseek_sparse_attention(
         key: ``[batch, keys, heads, dim]``, or absorbed ``[batch, keys, dim]``.
         value: ``[batch, keys, heads, value_dim]``, with ``value_dim`` at most ``dim``; None in absorbed form.
         index_query: ``[batch, rows, index_heads, index_dim]`` query of the indexer. The three ``index_*``
-            arguments may be None if neither a selection nor a loss is needed.
+            arguments may be None if neither a selection nor a loss is needed, or if ``selected`` has the
+            scores for a loss on the selected keys.
         index_key: ``[batch, keys, index_dim]`` key of the indexer.
         index_weights: ``[batch, rows, index_heads]`` head weights of the indexer, already multiplied with
             every scale; may be fp32 with bf16 queries.
@@ -95,7 +101,9 @@ def deepseek_sparse_attention(
         stage: training stage, see :data:`Stage`.
         with_loss: whether to compute the indexer's loss. Without it the indexer gets no gradient.
         selected: previous selection to reuse, with its scores if there is a loss: the indexer's output for
-            these operands, or another layer's keys.
+            these operands, or another layer's keys. Without ``index_*`` arguments the loss is the
+            divergence from the softmax of these scores, and its gradient goes to them: a layer that reuses
+            another layer's selection thus trains the other layer's indexer.
         starts: ``[rows]`` or ``[batch, rows]`` int, first visible key of each query; default 0.
         ends: one past the last visible key, with the shape of ``starts``; default: causal, with as many keys
             as queries.
@@ -171,10 +179,19 @@ def deepseek_sparse_attention(
     longest = max(form.sequences, default=0) if form is not None and form.sequences is not None else keys
     # Without a sequence longer than topk, every query would select all keys that it sees.
     dense = is_dense(stage) or (longest <= topk and selected is None)
-    if with_loss or not (dense or selected is not None):
+    # Scores of a given selection are enough for the loss on its keys.
+    of_scores = (
+        with_loss
+        and not dense
+        and index_query is None
+        and selected is not None
+        and selected.topk_scores is not None
+    )
+    if (with_loss and not of_scores) or not (dense or selected is not None):
         if index_query is None or index_key is None or index_weights is None:
             raise ValueError(
-                f"{OPERATOR}: a selection and the loss need the indexer's query, key and weights"
+                f"{OPERATOR}: a selection and the loss need the indexer's query, key and weights; "
+                "on selected keys, the loss can take their scores in place of them"
             )
         index = index_query, index_key, index_weights
     if dense:
@@ -202,7 +219,9 @@ def deepseek_sparse_attention(
     # A given selection of another width need not list min(topk, visible keys) keys, as a form promises.
     form = ranges.form if selected.topk_indices.shape[-1] == min(topk, keys) else None
     # npu's fused loss computes its target from the log-sum-exp instead of the sum.
-    with_sum = with_loss and not (absorbed and takes_lse(index[0], query, topk, backend=backend))
+    with_sum = of_scores or (
+        with_loss and not (absorbed and takes_lse(index[0], query, topk, backend=backend))
+    )
     out, attention_sum, lse = attend_to_selected(
         query,
         key,
@@ -216,6 +235,11 @@ def deepseek_sparse_attention(
     )
     if not with_loss:
         return DSAOutput(out, None, selected.topk_indices)
+    if of_scores:
+        assert attention_sum is not None, "requested above"
+        del loss_options["use_relu"]
+        loss = kl_loss_of_scores(selected.topk_scores, attention_sum, selected.topk_indices, **loss_options)
+        return DSAOutput(out, loss, selected.topk_indices)
     loss = indexer_kl_loss(
         index[0],
         index[1],

@@ -249,6 +249,29 @@ def divergence_and_score_gradient(
     return loss.detach(), gradient
 
 
+def kl_loss_of_scores(
+    topk_scores: Tensor,
+    attention_sum: Tensor,
+    topk_indices: Tensor,
+    *,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    tp_group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return the loss of the sparse stage, differentiable with respect to ``topk_scores``.
+
+    For layers that reuse another layer's selection: they have its scores, but not the operands of its
+    indexer. Arguments and errors are as for :func:`divergence_and_score_gradient`.
+
+    Returns:
+        The loss, a scalar in the dtype of the scores.
+    """
+    options = {"row_mask": row_mask, "reduction": reduction, "tp_group": tp_group, "backend": backend}
+    loss: Tensor = _OfScores.apply(topk_scores, attention_sum, topk_indices, options)
+    return loss
+
+
 def _closed_form(
     topk_scores: Tensor, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
@@ -362,6 +385,24 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
         return None, gradient * grad_loss, None, None, None
+
+
+class _OfScores(torch.autograd.Function):
+    """Autograd function of :func:`kl_loss_of_scores`; saves the gradient of the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, topk_scores: Tensor, attention_sum: Tensor, topk_indices: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        loss, gradient = divergence_and_score_gradient(topk_scores, attention_sum, topk_indices, **options)
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss, None, None, None
 
 
 class _Dense(torch.autograd.Function):
