@@ -22,10 +22,13 @@ from mindspeed_dsa.integrations.transformers.layers import (
     NAME,
     Layer,
     Losses,
+    LossLayers,
     attend,
     count_rows,
     expand_kv,
+    groups_of,
     select_keys,
+    weights_of,
 )
 from mindspeed_dsa.integrations.transformers.loss_graph import (
     connect,
@@ -45,6 +48,7 @@ def apply_dsa(
     *,
     stage: Stage = "sparse",
     loss_coeff: float = 0.0,
+    indexer_loss_layers: LossLayers = "own",
     backend: str = "auto",
     loss_coefficient: float | None = None,
 ) -> InUse:
@@ -62,6 +66,9 @@ def apply_dsa(
         loss_coeff: factor of the indexer loss, which is a sum over layers of the mean over tokens. With 0 no
             loss is computed. Otherwise each indexer with a trainable parameter has a loss in training mode,
             which is added to the ``loss`` that the model returns for ``labels``.
+        indexer_loss_layers: layers whose attention an indexer learns from. ``"own"``: its own layer.
+            ``"served"``: all layers that use its selection; each has its own loss, and the model's loss gets
+            their mean. ``"served-sum"``: the same with their sum.
         backend: backend of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
         loss_coefficient: former name of ``loss_coeff``.
 
@@ -81,12 +88,19 @@ def apply_dsa(
         loss_coeff = loss_coefficient
     if not 0 <= loss_coeff < inf:
         raise ValueError(f"apply_dsa(model, loss_coeff={loss_coeff}): it is 0 or positive, and finite")
+    if indexer_loss_layers not in get_args(LossLayers):
+        raise ValueError(
+            f"apply_dsa(model, indexer_loss_layers={indexer_loss_layers!r}): choose own, served or served-sum"
+        )
     theirs, family = family_of(model)
     kind = family.named(f"{family.prefix}Attention")
     attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
     check_indexer(theirs, family)
-    check(theirs, attentions, backend, with_loss=loss_coeff > 0)
-    return InUse(theirs, family, list(attentions.values()), Losses(theirs, stage, float(loss_coeff), backend))
+    check(theirs, attentions, backend, loss_coeff > 0, indexer_loss_layers)
+    layers = list(attentions.values())
+    weights = weights_of(layers, indexer_loss_layers)
+    losses = Losses(theirs, stage, float(loss_coeff), backend, weights)
+    return InUse(theirs, family, layers, losses, indexer_loss_layers != "own")
 
 
 use = apply_dsa
@@ -96,7 +110,9 @@ use = apply_dsa
 class InUse:
     """Handle of a model that uses our operators: stage and losses, and :meth:`undo`."""
 
-    def __init__(self, model: Any, family: Family, attentions: list[Any], losses: Losses) -> None:
+    def __init__(
+        self, model: Any, family: Family, attentions: list[Any], losses: Losses, all_served: bool
+    ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.moe import ExpertsInterface
 
@@ -105,9 +121,11 @@ class InUse:
         self._model, self._losses, self._before = model, losses, model.config._attn_implementation
         self._attentions, self._parameters = attentions, list(signature(type(model).forward).parameters)[1:]
         rotate, indexer = family.named(family.rotate), family.named(f"{family.prefix}Indexer")
+        served = {group[0] for group in groups_of(attentions) if all_served and len(group) > 1}
         self._hooks: list[Any] = []
         for attention in attentions:
-            layer = Layer(losses, model.config.index_topk, rotate)
+            is_served = attention.layer_idx in served
+            layer = Layer(losses, model.config.index_topk, rotate, is_served)
             setattr(attention, ATTRIBUTE, layer)
             # Bound methods in the instance's dictionary take precedence over the class's methods.
             attention.expand_kv = MethodType(expand_kv, attention)
@@ -152,14 +170,18 @@ class InUse:
         """Indexer losses of the last forward pass by layer number: fp32 scalars with a graph.
 
         Each is a mean over tokens without padding. Empty if no loss was computed. A layer that shares another
-        layer's selection has none.
+        layer's selection has one only if its indexer learns from all layers that it serves.
         """
         return self._losses.found
 
     @property
     def loss(self) -> Tensor | None:
-        """Sum of :attr:`losses` without the coefficient, or ``None`` if none was computed."""
-        values = list(self._losses.found.values())
+        """Sum of :attr:`losses` without the coefficient, or ``None`` if none was computed.
+
+        If indexers learn from the mean over the layers that they serve, a loss of ``n`` such layers has
+        weight ``1 / n``.
+        """
+        values = [loss * self._losses.weights[number] for number, loss in self._losses.found.items()]
         return torch.stack([value.to(values[0].device) for value in values]).sum() if values else None
 
     def undo(self) -> None:

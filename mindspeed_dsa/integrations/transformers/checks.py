@@ -12,7 +12,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, NAME
+from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, NAME, LossLayers, groups_of
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, check_name, choose
 from mindspeed_dsa.ops.lightning_indexer import OPERATOR
 
@@ -102,7 +102,13 @@ def _check_release() -> None:
         )
 
 
-def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool) -> None:
+def check(
+    model: Any,
+    attentions: dict[str, Any],
+    backend: str,
+    with_loss: bool,
+    loss_layers: LossLayers = "own",
+) -> None:
     """Raise unless the model is supported in its current state.
 
     Args:
@@ -110,6 +116,7 @@ def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool)
         attentions: dict from name to attention layer.
         backend: requested backend.
         with_loss: whether the indexer loss is requested.
+        loss_layers: layers whose attention an indexer learns from.
 
     Raises:
         ValueError: the message lists every problem, with a remedy.
@@ -117,6 +124,8 @@ def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool)
     """
     check_name(OPERATOR, backend)
     problems = list(_problems(model, attentions, with_loss))
+    if loss_layers != "own":
+        problems += _problems_of_serving(attentions, with_loss, loss_layers)
     if problems:
         raise ValueError("\n".join(f"{_WHO}: {problem}" for problem in problems))
     for attention in attentions.values():
@@ -185,6 +194,20 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
             "its heads are on several tensor parallel ranks, and the indexer's loss is of all heads; load it "
             "with fsdp_size, and ep_size for its experts, in place of tp_size, or take loss_coeff=0"
         )
+
+
+def _problems_of_serving(
+    attentions: dict[str, Any], with_loss: bool, loss_layers: LossLayers
+) -> Iterator[str]:
+    """Yield the reasons why indexers cannot learn from all layers that they serve."""
+    option = f"indexer_loss_layers={loss_layers!r}"
+    if all(len(group) == 1 for group in groups_of(list(attentions.values()))):
+        yield (
+            f"{option} trains indexers for layers that share their selections, and in this model no layer "
+            "does (indexer_types of its configuration); take indexer_loss_layers='own'"
+        )
+    if not with_loss:
+        yield f"{option} needs the indexers' loss, and loss_coeff is 0; give a positive loss_coeff"
 
 
 def _splits_heads(model: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,46 @@ NAME = "mindspeed_dsa"
 ATTRIBUTE = "_mindspeed_dsa"
 """Attribute of attention layers and indexers with their :class:`Layer`."""
 
+LossLayers = Literal["own", "served", "served-sum"]
+"""Layers whose attention an indexer learns from: its own layer, or all layers that use its selection.
+
+``served`` is the mean over these layers, ``served-sum`` the sum.
+"""
+
+
+def groups_of(attentions: list[Any]) -> list[list[int]]:
+    """Return the numbers of the layers that use each indexer's selection, the indexer's own layer first."""
+    groups: list[list[int]] = []
+    for attention in attentions:
+        if attention.indexer is not None or not groups:
+            groups.append([])
+        groups[-1].append(attention.layer_idx)
+    return groups
+
+
+def weights_of(attentions: list[Any], loss_layers: LossLayers) -> dict[int, float]:
+    """Return the weight of each layer's loss in the model's loss, by layer number."""
+    mean = loss_layers == "served"
+    return {number: 1 / len(group) if mean else 1.0 for group in groups_of(attentions) for number in group}
+
+
+class Shared:
+    """Selection of a layer whose indexer trains, for the layers that reuse it.
+
+    It replaces the indices that a layer returns, and that transformers passes to the next layer. So each call
+    of a layer holds its own selection: a recomputed layer gets the one of its forward pass, and the last
+    graph that needs the selection frees it. It is no tuple, because FSDP2 would cast a tuple's fp32 scores to
+    the dtype of its parameters.
+
+    Attributes:
+        indices: selected keys, result of :func:`select_keys` without sharing.
+        values: scores of these keys, or the indexer's operands if tokens attend to all visible keys; with the
+            indexer's graph.
+    """
+
+    def __init__(self, indices: Tensor, values: tuple[Tensor, ...]) -> None:
+        self.indices, self.values = indices, values
+
 
 class Losses:
     """Indexer losses of a model's forward pass.
@@ -38,6 +78,7 @@ class Losses:
         stage: stage of training, see :data:`mindspeed_dsa.ops.dsa.Stage`.
         coefficient: factor of the losses' sum in the model's loss; with 0 no loss is computed.
         backend: backend of the operators, see :data:`mindspeed_dsa.ops.dsa.BackendName`.
+        weights: weight of each layer's loss in the sum, by layer number.
         found: losses of the last forward pass, by layer number.
         collecting: whether a forward pass is running. Losses from recomputation in backward are not
             collected.
@@ -45,8 +86,11 @@ class Losses:
         model: transformers model that the layers belong to.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage, coefficient: float, backend: str) -> None:
+    def __init__(
+        self, model: nn.Module, stage: Stage, coefficient: float, backend: str, weights: dict[int, float]
+    ) -> None:
         self.model, self.stage, self.coefficient, self.backend = model, stage, coefficient, backend
+        self.weights = weights
         self.found: dict[int, Tensor] = {}
         self.collecting = self.with_gradients = False
 
@@ -55,7 +99,8 @@ class Losses:
         # them.
         if id(self.model) not in memo:
             return self
-        return Losses(copy.deepcopy(self.model, memo), self.stage, self.coefficient, self.backend)
+        model = copy.deepcopy(self.model, memo)
+        return Losses(model, self.stage, self.coefficient, self.backend, self.weights)
 
 
 @dataclass
@@ -66,11 +111,13 @@ class Layer(threading.local):
         losses: object that collects the losses of all layers of the model.
         topk: number of selected keys per token.
         rotate: transformers' rotary embedding of the indexer's query and key.
+        is_served: whether other layers reuse the indexer's selection and train it.
         operands: indexer's operands; stored by the indexer, used by the attention of the same call.
         scores: scores of the selected keys; stored by the indexer, used by the attention of the same call.
         absorbed: whether keys stay latent in this call.
         rows: number of query tokens in this call.
         loss: indexer loss; stored by the attention, used at the end of the decoder layer.
+        shared: selection for other layers; stored by the attention, used at the end of the decoder layer.
         below: decoder layer's input, if only the losses of lower layers are backpropagated through it, see
             ``loss_graph.py``; else ``None``.
     """
@@ -78,11 +125,13 @@ class Layer(threading.local):
     losses: Losses
     topk: int
     rotate: Any
+    is_served: bool
     operands: IndexerOperands | None = None
     scores: Tensor | None = None
     absorbed: bool = False
     rows: int = 0
     loss: Tensor | None = None
+    shared: Shared | None = None
     below: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
@@ -90,7 +139,7 @@ class Layer(threading.local):
         # copy.
         if id(self.losses.model) not in memo:
             return self
-        return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate)
+        return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate, self.is_served)
 
     def trains(self, indexer: nn.Module) -> bool:
         """Return whether this call computes an indexer loss. The answer is the same under recomputation."""
@@ -133,7 +182,7 @@ def select_keys(
     attention_mask: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | Shared:
     """Select keys. Replaces ``forward`` of transformers' indexers.
 
     Args:
@@ -147,6 +196,7 @@ def select_keys(
 
     Returns:
         ``[batch, rows, topk]`` int32 with -1 at the end; ``topk`` is 0 if tokens attend to all visible keys.
+            As :class:`Shared` if other layers train this indexer, too.
     """
     layer: Layer = getattr(self, ATTRIBUTE)
     trains = layer.trains(self)
@@ -158,7 +208,8 @@ def select_keys(
     layer.operands = operands if trains else None
     keys = operands.key.shape[1]
     if layer.is_dense(keys):
-        return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
+        none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
+        return Shared(none, operands) if trains and layer.is_served else none
     rows = rows_of(attention_mask[:, None].expand(len(hidden_states), -1, -1, -1))
     with torch.set_grad_enabled(trains):
         selection = lightning_indexer(
@@ -171,6 +222,8 @@ def select_keys(
             backend=layer.losses.backend,
         )
     layer.scores = selection.topk_scores if trains else None
+    if trains and layer.is_served:
+        return Shared(selection.topk_indices, (selection.topk_scores,))
     return selection.topk_indices
 
 
@@ -230,7 +283,7 @@ def attend(
     attention_mask: Tensor,
     scaling: float,
     dropout: float = 0.0,
-    indices: Tensor | None = None,
+    indices: Tensor | Shared | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend to selected keys. Registered with ``transformers.AttentionInterface``.
@@ -267,7 +320,17 @@ def attend(
     operands, scores = layer.operands, layer.scores
     # Each call's operands are used once.
     layer.operands = layer.scores = None
-    loss_wanted = operands is not None
+    loss_wanted = operands is not None or isinstance(indices, Shared)
+    if isinstance(indices, Shared):
+        shared, indices = indices, indices.indices.to(query.device)
+        if operands is not None:
+            layer.shared = shared if layer.losses.collecting else None
+        else:
+            values = [value.to(query.device) for value in shared.values]
+            if indices.shape[-1]:
+                (scores,) = values
+            else:
+                operands = IndexerOperands(*values)
     rows = rows_of(attention_mask.expand(len(query), -1, -1, -1))
     query, key, value = _of_one_dtype(query, key, value)
     query, key = query.transpose(1, 2), key.transpose(1, 2)

@@ -8,6 +8,9 @@ To *connect* a loss to an output means to make its backward pass through that ou
 Each loss is connected to the outputs of its attention, its layer and the model, and each layer's output to
 the layer below. Layers are thus gathered, reduced and resharded one by one. The next module computes on a
 detached copy of a connected output, so that frozen weights do not enter the graph.
+
+Losses of layers that reuse a selection reach its indexer through :class:`.Shared`. The values of a selection
+are connected to the same outputs as the loss of the indexer's own layer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, Layer
+from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, Layer, Shared
 from mindspeed_dsa.ops.graph import passes_no_gradient, with_backward_of
 
 
@@ -86,17 +89,25 @@ def leave_attention(module: Any, args: tuple[Any, ...], output: tuple[Any, ...])
     layer: Layer = getattr(module, ATTRIBUTE)
     if layer.loss is None:
         return output
-    out, (layer.loss,) = connect(module, output[0], [layer.loss])
+    out, (layer.loss, *values) = connect(module, output[0], [layer.loss, *_values(layer.shared)])
+    if layer.shared is not None:
+        layer.shared.values = tuple(values)
     return out, *output[1:]
 
 
 def leave_layer(module: Any, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook: connect indexer loss and layer input to the layer's output, and record the loss."""
     layer: Layer = getattr(module, ATTRIBUTE)
-    losses = [] if layer.loss is None else [layer.loss]
+    losses = [] if layer.loss is None else [layer.loss, *_values(layer.shared)]
     out, *rest = output if isinstance(output, tuple) else (output,)
     out, losses = connect(module, out, losses, layer.below)
     if losses:
-        layer.losses.found[module.self_attn.layer_idx] = losses[0]
-    layer.loss = layer.below = None
+        layer.losses.found[module.self_attn.layer_idx], *values = losses
+        if layer.shared is not None:
+            layer.shared.values = tuple(values)
+    layer.loss = layer.shared = layer.below = None
     return (out, *rest) if isinstance(output, tuple) else out
+
+
+def _values(shared: Shared | None) -> tuple[Tensor, ...]:
+    return () if shared is None else shared.values

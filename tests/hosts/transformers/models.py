@@ -21,9 +21,9 @@ KINDS = {
     },
     "glm_moe_dsa": {},
     "glm_moe_dsa sharing": {"index_topk_pattern": "FSF"},
+    "glm_moe_dsa serving": {"index_topk_pattern": "FSSF", "num_hidden_layers": 4},
 }
-"""Configurations by name, which begins with the ``model_type``; in the last, layer 2 has no indexer.
-"""
+"""Configurations by name, which begins with the ``model_type``; where layers share, some have no indexer."""
 VOCABULARY, TOPK, LAYERS = 97, 6, 3
 
 

@@ -119,6 +119,7 @@ def compare(
     own_loss: bool = False,
     stage: str = "warmup",
     bound: float = 1e-4,
+    loss_layers: str = "own",
 ) -> list[str]:
     """Return names of losses and gradients of two steps that differ from one process with the whole batch.
 
@@ -129,8 +130,13 @@ def compare(
         own_loss: whether only the indexers' loss runs backward.
         stage: stage of the training.
         bound: bound of a difference, relative to the largest value.
+        loss_layers: layers whose attention an indexer learns from.
     """
-    options: dict[str, Any] = {"stage": stage, "loss_coeff": COEFFICIENT}
+    options: dict[str, Any] = {
+        "stage": stage,
+        "loss_coeff": COEFFICIENT,
+        "indexer_loss_layers": loss_layers,
+    }
     ids = tokens(2 * dist.get_world_size())
     alone = make()
     whole = apply_dsa(alone, **options)

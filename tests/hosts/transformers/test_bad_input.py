@@ -73,6 +73,12 @@ WRONG = {
     "infinite coefficient": (lambda: build("deepseek_v32"), {"loss_coeff": float("inf")}, "finite"),
     "stage": (lambda: build("deepseek_v32"), {"stage": "dense"}, "choose sparse or warmup"),
     "coefficient": (lambda: build("deepseek_v32"), {"loss_coeff": -1.0}, "0 or positive"),
+    "loss layers": (lambda: build("glm_moe_dsa"), {"indexer_loss_layers": "all"}, "choose own, served or"),
+    "serving no layer": (
+        lambda: build("glm_moe_dsa"),
+        {"indexer_loss_layers": "served-sum"},
+        "in this model no layer does.*indexer_loss_layers='own'.*loss_coeff is 0; give a positive loss_coeff",
+    ),
     "two coefficients": (
         lambda: build("deepseek_v32"),
         {"loss_coeff": 0.5, "loss_coefficient": 0.5},

@@ -40,6 +40,16 @@ def test_the_sparse_stage_trains_both(pool):
         assert run(pool, "compare_all", kind=kind, cases=cases) == [{}, {}]
 
 
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_indexers_learn_for_all_layers_that_they_serve(pool, wrapped):
+    case = {"wrapped": wrapped, "before": "FSDP1" in wrapped, "loss_layers": "served"}
+    cases = [{"trained": trained, **case} for trained in TRAINED]
+    cases.append({"trained": "all", "stage": "sparse", **case})
+    if "FSDP1" not in wrapped:
+        cases.append({"trained": "indexers", "own_loss": True, **case})
+    assert run(pool, "compare_all", kind="glm_moe_dsa serving", cases=cases) == [{}, {}]
+
+
 def test_the_indexers_loss_may_go_backward_alone(pool):
     cases = [
         {"trained": trained, "wrapped": wrapped, "own_loss": True}
