@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import json
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     compared = _sides(options, [*job_flags, *words], compared_job.on_by_default)
     output = job.new_folder(Path(options.output_dir), "compare")
     _say(f"mindspeed_dsa compare: writing to {output}")
-    with _children_end_with_us():
+    with job.ending_with_us():
         return _compare(options, compared_job, compared, output)
 
 
@@ -208,20 +206,6 @@ def _sides(options: argparse.Namespace, command: Sequence[str], on_by_default: S
     if not names:
         raise SettingsError("mindspeed_dsa compare: --features names no feature")
     return sides.of_features(names, command, on_by_default=on_by_default)
-
-
-@contextlib.contextmanager
-def _children_end_with_us() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C inside the block, so that the current run is stopped, too."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say(message: str) -> None:

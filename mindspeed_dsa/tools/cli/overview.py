@@ -15,7 +15,7 @@ COMMANDS = {
     "compare": "the same job with and without named features, side by side",
     "checkpoints": "which checkpoints of a folder are whole, and which of them stay",
     "hang": "what every rank of a job that hangs waits for, from what --record-collectives wrote",
-    "selections": "the keys that a run attended to, and how far two recordings of them are apart",
+    "selections": "the keys that a run attended to, two recordings compared, which layers need an indexer",
     "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
     "weights": "a Hugging Face model into a checkpoint of Megatron's, and back",
     "plan": "memory, communication and work of a layout, from its flags alone",

@@ -24,6 +24,7 @@ from mindspeed_dsa.features.dsa.selections.format import SUFFIX, Key, Recording,
 from mindspeed_dsa.runs.files import RunError, amount
 from mindspeed_dsa.runs.metrics import pyplot_for
 from mindspeed_dsa.session import start_report
+from mindspeed_dsa.tools.cli import selections_search
 from mindspeed_dsa.tools.compare import job
 
 _DESCRIPTION = """\
@@ -39,6 +40,8 @@ each of them and records its first step:
   python -m mindspeed_dsa selections "--load X --finetune" "--load Y --finetune" -- python pretrain.py
   FLAGS...
 
+`selections search CHECKPOINT -- COMMAND` finds the layers that can do without an indexer; see its --help.
+
 Keys at the head are the first 128 of their document, near ones the last 128 before the row. Rows that see no
 more keys than they select are left out. Exit status: 0, or 1 if a job failed, 2 if something was refused."""
 ENDS = 128
@@ -51,6 +54,8 @@ PLACES = ("head", "between", "near")
 
 def run(argv: Sequence[str]) -> int:
     """Print the tables, and write JSON and picture if requested."""
+    if argv and argv[0] == "search":
+        return selections_search.run(argv[1:])
     options, command = _parse(list(argv))
     with tempfile.TemporaryDirectory() as scratch:
         folders = []

@@ -9,10 +9,11 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.metrics import FILE as METRICS
@@ -265,6 +266,20 @@ def last_lines(path: Path, count: int = 30) -> list[str]:
 
 def _is_installed() -> bool:
     return str(_PACKAGE_PARENT) in [*site.getsitepackages(), site.getusersitepackages()]
+
+
+@contextmanager
+def ending_with_us() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C inside the block, so that the running job is stopped, too."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
