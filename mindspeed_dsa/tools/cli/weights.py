@@ -91,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         "--shard-size", type=_size, default=5 * 10**9, metavar="5GB", help="largest file; default: 5GB"
     )
     add.add_argument(
+        "--dsa-indexer-topk-pattern",
+        metavar="CSSC...",
+        help="leave out the indexers of layers with S, which attend to the keys of a layer below",
+    )
+    add.add_argument(
         "--fp8-blocks", action="store_true", help="linear weights in FP8, a factor for 128 x 128"
     )
     add = commands.add_parser("flags", help="the flags of a model", allow_abbrev=False)

@@ -34,7 +34,8 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
-from mindspeed_dsa.megatron.dsa import MODELS
+from mindspeed_dsa.megatron.dsa import MODELS, uses_dsa
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, tracked
@@ -184,6 +185,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
             )
     if args is None:
         raise RunError(f"{WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")
+    saved, notes = args, []
+    if options.dsa_indexer_topk_pattern is not None:
+        args = _with_pattern(saved, options.dsa_indexer_topk_pattern.upper(), checkpoint)
+        gone = _layers_without(args, saved)
+        notes = [f"layers {', '.join(map(str, gone))} are written without an indexer"] if gone else []
     described = written_config.config_of(
         args,
         release_here(),
@@ -193,18 +199,47 @@ def plan_of(options: argparse.Namespace) -> Plan:
         like=like,
         tokens=companions.token_ids(getattr(args, "tokenizer_model", None)),
     )
+    architecture = find(described, WHO)
     return Plan(
         checkpoint=checkpoint,
         target=options.target,
         config=described,
-        shape=Shape.of(args, find(described, WHO)),
+        shape=Shape.of(args, architecture),
+        saved_shape=None if args is saved else Shape.of(saved, architecture),
         vocabulary=described["vocab_size"],
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         shard_bytes=options.shard_size,
         fp8_blocks=options.fp8_blocks,
         like=options.like,
-        notes=written_config.notes(described, like, args),
+        notes=[*notes, *written_config.notes(described, like, args)],
     )
+
+
+def _with_pattern(args: argparse.Namespace, pattern: str, checkpoint: Path) -> argparse.Namespace:
+    """Return a model's arguments with a pattern in place of its own rule of which layers select.
+
+    Raises:
+        SettingsError: the model has no such pattern.
+    """
+    option = f"{WHO} export: --dsa-indexer-topk-pattern {pattern}"
+    if not uses_dsa(args):
+        raise SettingsError(f"{option}: {checkpoint} has no indexers; leave it out")
+    shared = dict(zip(_SHARING, (1, 0, pattern), strict=True))
+    changed = argparse.Namespace(**{**vars(args), **shared})
+    if problems := list(Sharing.of(changed).problems(args.num_layers)):
+        raise SettingsError(f"{WHO} export: {'; '.join(problems)}")
+    if more := _layers_without(args, changed):
+        raise SettingsError(
+            f"{option}: layers {', '.join(map(str, more))} of {checkpoint} have no indexer, so they cannot "
+            "compute; write S for them"
+        )
+    return changed
+
+
+def _layers_without(args: argparse.Namespace, others: argparse.Namespace) -> list[int]:
+    """Return the decoder layers that share by some arguments and compute by others."""
+    one, other = Sharing.of(args), Sharing.of(others)
+    return [n for n in range(1, args.num_layers + 1) if other.computes(n) and not one.computes(n)]
 
 
 def newest(folder: Path) -> Path:

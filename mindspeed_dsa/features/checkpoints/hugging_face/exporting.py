@@ -59,6 +59,8 @@ class Plan:
         target: folder of the exported files; it must not exist, unless ``replaces``.
         config: content of the exported ``config.json``.
         shape: layers of the model, which decide its tensors.
+        saved_shape: layers of the checkpoint, if it may have indexers that the files do not get; ``None`` if
+            all its tensors are exported.
         vocabulary: number of embedding rows without padding. Without ``like`` it is raised to the last row
             that holds anything: a tokenizer may know fewer tokens than the model's files had rows.
         dtype: dtype of weights that are not in FP8, except router biases; default: ``like``'s dtype, or bf16.
@@ -82,6 +84,7 @@ class Plan:
     shard_bytes: int = 5 * 10**9
     fp8_blocks: bool = False
     like: Path | None = None
+    saved_shape: Shape | None = None
     replaces: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +121,9 @@ class Plan:
         """Return a dict from Hugging Face tensor to the checkpoint regions with its rows, in model order."""
         stacks, wanted = dict(self._stacks()), list(self.shape.places())
         missing = [str(place) for place in wanted if place not in stacks]
-        more = sorted(str(place) for place in stacks.keys() - set(wanted))
+        saved = wanted if self.saved_shape is None else list(self.saved_shape.places())
+        left_out = {place for place in saved if place.indexer}
+        more = sorted(str(place) for place in stacks.keys() - set(wanted) - left_out)
         problems = [f"lacks {listed(missing)}"] if missing else []
         problems += [f"has {listed(more)}, which the model does not"] if more else []
         if problems:
@@ -134,7 +139,7 @@ class Plan:
         for repeated, original in self.shape.repeated():
             if original in pieces and (self._like is None or repeated in self._like.names):
                 pieces[repeated] = pieces[original]
-        if self._like is not None:
+        if self._like is not None and self.saved_shape is None:
             # Indexers of layers that share a selection: they are not trained, and stay with the model.
             pieces |= {
                 name: [_kept(self._like, name)] for name in self.shape.idle() if name in self._like.names
