@@ -36,9 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="tiny problems, to check that the case works; figures are meaningless",
     )
     extra = {name: text for case in CASES.values() for name, text in case.options.items()}
+    optional = {name for case in CASES.values() for name in case.optional}
     for name, text in extra.items():
         cases = ", ".join(case.name for case in CASES.values() if name in case.options)
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{cases}: {text}")
+        # Without its value, an optional one is "".
+        form: dict[str, Any] = {"nargs": "?", "const": ""} if name in optional else {}
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{cases}: {text}", **form)
     options = parser.parse_args(argv)
     case_options = {name: getattr(options, name) for name in extra if getattr(options, name) is not None}
     for name in case_options:

@@ -24,6 +24,7 @@ class Case:
         on_device: whether it computes on a device, so that ``--device auto`` searches for one.
         has_quick: whether ``run`` takes ``quick``, for a run in seconds with meaningless figures.
         options: additional keywords of ``run``, each with its help on the command line.
+        optional: names of options whose value may be left out, and is then an empty string.
         refusal: function that returns why the case cannot run in this environment, or None; called before the
             module is imported.
     """
@@ -34,6 +35,7 @@ class Case:
     on_device: bool = True
     has_quick: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     refusal: Callable[[], str | None] = lambda: None
 
     def run(self, device: str, quick: bool = False, **options: str) -> Metrics:
@@ -153,7 +155,12 @@ CASES: dict[str, Case] = {
             "benchmarks.plan",
             on_device=False,
             has_quick=True,
-            options={"only": "part of the names of the layouts that are counted"},
+            options={
+                "only": "part of the names of the layouts that are counted",
+                "published": "only plan published runs, and write their tables into docs/design/planner.md; "
+                "with a file of other records, print the tables",
+            },
+            optional=("published",),
         ),
         Case(
             "memory",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan import published as published_runs
 from benchmarks.plan.child import ANSWER
 from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
 from benchmarks.registry import Metrics
@@ -28,14 +29,17 @@ _DEEPSEEK = (
 _ROUNDS = 5
 
 
-def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
+def run(device: str, quick: bool = False, only: str | None = None, published: str | None = None) -> Metrics:
     """Return all metrics of the case.
 
     Args:
         device: not used: plans are arithmetic, and bytes are counted on CPUs.
         quick: two layouts, and no search.
         only: part of the layouts' names.
+        published: file of published runs to plan, and nothing else; empty for those of this folder.
     """
+    if published is not None:
+        return published_runs.run(published, _say)
     names = [name for name in LAYOUTS if only is None or only in name]
     names = names[:2] if quick else names
     if not names:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.plan import published
 from mindspeed_dsa.tools.planner import arguments, command_lines, differences, picture, plan, timing
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
@@ -146,6 +147,7 @@ def write() -> None:
     for name, wanted in blocks().items():
         page = DOCS / name
         page.write_text(filled(page.read_text(encoding="utf-8"), wanted), encoding="utf-8")
+    published.write()
     picture.draw(DOCS / "images" / "plan-deepseek-v3.2.png", planned(FITTING))
 
 
