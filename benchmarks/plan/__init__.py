@@ -16,7 +16,7 @@ from benchmarks.plan import published as published_runs
 from benchmarks.plan.child import ANSWER
 from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
 from benchmarks.registry import Metrics
-from mindspeed_dsa.tools.planner import arguments, communication, memory, plan, search, timing
+from mindspeed_dsa.tools.planner import arguments, communication, devices, memory, plan, search
 from mindspeed_dsa.tools.planner.job import Job
 from tests.tools.planner.articles import FIGURES
 
@@ -141,7 +141,7 @@ def _count(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _speed(search_too: bool) -> dict[str, float]:
     """Return milliseconds to plan DeepSeek-V3.2 on 2048 ranks from its flags, and seconds of a search."""
-    h200 = timing.device("h200")
+    h200 = devices.device("h200")
 
     def job(any_layout: bool = False) -> Job:
         return arguments.job_of(_DEEPSEEK.split(), 2048, "deepseek-v3.2", any_layout=any_layout)

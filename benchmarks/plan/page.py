@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.plan import published
-from mindspeed_dsa.tools.planner import arguments, command_lines, differences, picture, plan, timing
+from mindspeed_dsa.tools.planner import arguments, command_lines, devices, differences, picture, plan
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -68,7 +68,7 @@ GLM = (
 def planned(more: str = "", flags: str = FLAGS, model: str = MODEL) -> Plan:
     """Plan a job with additional flags."""
     job = arguments.job_of(f"{flags} {more}".split(), DEVICES, model)
-    return plan.make(job, timing.device(DEVICE))
+    return plan.make(job, devices.device(DEVICE))
 
 
 def blocks() -> dict[str, list[str]]:

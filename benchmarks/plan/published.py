@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.tools.planner import arguments, plan, timing
+from mindspeed_dsa.tools.planner import arguments, devices, plan
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -150,7 +150,7 @@ def planned(found: Iterable[Record]) -> list[Run]:
 
 def _planned(record: Record) -> Run:
     figures = dict(record["plan"]["device"])
-    device = timing.device(figures.pop("device"), **figures)
+    device = devices.device(figures.pop("device"), **figures)
     words = ["pretrain_gpt.py", *flags_of(record)]
     job = arguments.job_of(words, record["devices"], record["plan"]["config"])
     return Run(record, plan.make(job, device))

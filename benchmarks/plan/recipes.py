@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, command_lines, configs, plan, search, timing
+from mindspeed_dsa.tools.planner import arguments, command_lines, configs, devices, plan, search
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -78,7 +78,7 @@ def searched(name: str, kind: str, count: int) -> str:
     flags = flags_of(name, kind, count)
     job = arguments.job_of(flags, count, name, any_layout=True)
     try:
-        (fastest,) = search.search(job, timing.device(kind), best=1, micro=(1,))
+        (fastest,) = search.search(job, devices.device(kind), best=1, micro=(1,))
     except SettingsError as error:
         return str(error).partition("; the closest, ")[2].partition(". Use")[0]
     words = command_lines.words_for(flags, fastest.plan.job)
@@ -94,7 +94,7 @@ def recorded() -> dict[str, dict[str, dict[str, str]]]:
 def planned(name: str, kind: str, count: int, layout: str) -> Plan:
     """Plan a recipe with its page's flags."""
     job = arguments.job_of(flags_of(name, kind, count, layout), count, name)
-    return plan.make(job, timing.device(kind))
+    return plan.make(job, devices.device(kind))
 
 
 def pages() -> dict[str, str]:

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from benchmarks.plan import recipes
-from mindspeed_dsa.tools.planner import arguments, command_lines, flags, plan, timing
+from mindspeed_dsa.tools.planner import arguments, command_lines, devices, flags, plan
 from mindspeed_dsa.tools.planner.memory import GIB
 
 
@@ -60,7 +60,7 @@ def test_commands_as_the_page_has_them_give_its_figures(name, written):
         assert nodes * int(words[words.index("--nproc-per-node") + 1]) == int(count)
         assert not flags.misspelt(words[start:])
         job = arguments.job_of(["pretrain_gpt.py", *words[start:]], int(count))
-        made = plan.make(job, timing.device(kinds[title]), quick=True)
+        made = plan.make(job, devices.device(kinds[title]), quick=True)
         assert made.verdict == verdict
         assert f"{made.worst.total / GIB:.1f}" == needs
         assert command_lines.FULL.split()[0] not in words or job.training.full < 0

@@ -17,13 +17,13 @@ from mindspeed_dsa.tools.planner import (
     arguments,
     command_lines,
     configs,
+    devices,
     differences,
     flags,
     picture,
     plan,
     report,
     search,
-    timing,
 )
 from mindspeed_dsa.tools.planner.job import Job
 
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     if wrong := [*removed, *flags.misspelt(words, [*parser._option_string_actions])]:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(wrong)}")
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
-    device = timing.device(options.device, reserve=options.reserve, **given)
+    device = devices.device(options.device, reserve=options.reserve, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
         flags = [*words, *others]
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--devices", type=int, metavar="N", help="of the job; default: what one replica needs")
-    add("--device", default="h100", metavar="NAME", help=f"of {', '.join(timing.DEVICES)}; default: h100")
+    add("--device", default="h100", metavar="NAME", help=f"of {', '.join(devices.DEVICES)}; default: h100")
     for name, help in _RATES.items():
         kind = int if name == "node" else float
         add(f"--device-{name}", type=kind, metavar="X", help=f"{help}; default: the device's")

@@ -9,9 +9,10 @@ from typing import Any
 
 from mindspeed_dsa.tools.planner import communication, layouts, memory, sizes, work
 from mindspeed_dsa.tools.planner.communication import Transfer
+from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
-from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime, hidden_swaps
+from mindspeed_dsa.tools.planner.timing import Estimate, StepTime, hidden_swaps
 
 ALLOCATOR = 0.05
 """Assumed share of memory that the allocator loses to fragmentation."""

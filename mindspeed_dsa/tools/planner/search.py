@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.planner import command_lines, layouts, memory, plan, report
+from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Training
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
 from mindspeed_dsa.tools.planner.plan import ALLOCATOR, FITS, TIGHT, TOO_LARGE, Plan
-from mindspeed_dsa.tools.planner.timing import Device
 
 MEASURES = (
     "as given",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mindspeed_dsa.tools.planner import arguments, plan
+from mindspeed_dsa.tools.planner.devices import device
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.plan import Plan
-from mindspeed_dsa.tools.planner.timing import device
 
 DEEPSEEK = (
     "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1 --global-batch-size 4096 --bf16 "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, configs, flags, memory, sizes, timing, work
+from mindspeed_dsa.tools.planner import arguments, configs, devices, flags, memory, sizes, work
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
 SHORT = "--seq-length 512 --micro-batch-size 1 --bf16".split()
@@ -207,14 +207,14 @@ def test_a_schedule_of_batches_is_planned_by_its_largest():
         (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
         (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
         (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
-        (lambda: timing.device("h2000"), "no device 'h2000'", "did you mean h200"),
+        (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
         (
             lambda: arguments.job_of([*DENSE.split(), "--group-query-attention", "--num-query-groups", "6"]),
             "--num-attention-heads 16 is not divisible by --num-query-groups 6",
             "",
         ),
-        (lambda: timing.device("xyz"), "no device 'xyz'. The table", "h200"),
-        (lambda: timing.device("h200", link=0.0), "--device-link 0", "above 0"),
+        (lambda: devices.device("xyz"), "no device 'xyz'. The table", "h200"),
+        (lambda: devices.device("h200", link=0.0), "--device-link 0", "above 0"),
         (lambda: example("--tensor-model-parallel-size 0"), "--tensor-model-parallel-size 0", "1 or more"),
         (lambda: example("--tensor-model-parallel-size -2"), "--tensor-model-parallel-size -2", "1 or more"),
         (lambda: example("--micro-batch-size 0"), "--micro-batch-size 0", "1 or more"),

@@ -21,8 +21,8 @@ from mindspeed_dsa.tools.planner import (
     search,
     sizes,
 )
+from mindspeed_dsa.tools.planner.devices import DEVICES, device
 from mindspeed_dsa.tools.planner.memory import GIB
-from mindspeed_dsa.tools.planner.timing import DEVICES, device
 from tests.tools.planner.jobs import DEEPSEEK, EXAMPLE, deepseek, example, planned
 
 GLM = (

@@ -24,8 +24,8 @@ from mindspeed_dsa.tools.planner import (
     search,
     sizes,
 )
+from mindspeed_dsa.tools.planner.devices import device
 from mindspeed_dsa.tools.planner.memory import GIB
-from mindspeed_dsa.tools.planner.timing import device
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example, planned
 
 V = "--schedules-method dualpipev --num-layers 16"

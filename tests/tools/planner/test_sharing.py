@@ -22,6 +22,9 @@ from mindspeed_dsa.tools.planner import (
     timing,
     work,
 )
+from mindspeed_dsa.tools.planner import (
+    devices as devices,
+)
 
 GLM = (
     "pretrain_gpt.py --seq-length 8192 --micro-batch-size 1 --bf16 --use-fused-dsa "
@@ -39,8 +42,8 @@ CORE = "--recompute-granularity selective --recompute-modules core_attn"
 TOKENS, TOPK = 8192, 2048
 
 
-def glm(more: str = "", model: str = "glm-5.2", devices: int | None = None):
-    return arguments.job_of(f"{GLM} {more}".split(), devices, model)
+def glm(more: str = "", model: str = "glm-5.2", count: int | None = None):
+    return arguments.job_of(f"{GLM} {more}".split(), count, model)
 
 
 # -- sizes of models ---------------------------------------------------------------------------
@@ -296,8 +299,8 @@ def test_work_of_indexers_is_that_of_computing_layers():
 
 def test_time_of_indexers_is_that_of_computing_layers():
     job, every = glm(SLIME), glm(f"{SLIME} --dsa-indexer-topk-freq 1")
-    device = timing.device("h200")
-    shared, alone = (timing.compute(each, device, 1, 0)[0]["indexer"] for each in (job, every))
+    h200 = devices.device("h200")
+    shared, alone = (timing.compute(each, h200, 1, 0)[0]["indexer"] for each in (job, every))
     assert shared == pytest.approx(alone * 2 / 8)
 
 
@@ -330,7 +333,7 @@ def test_a_search_walks_splits_whose_chunks_begin_with_a_computing_layer():
         f"{GLM} --global-batch-size 1024 --seq-length 4096".split(), 1024, "glm-5.2", any_layout=True
     )
     walked = [
-        candidate for candidate in search.candidates(job, timing.device("h200")) if candidate.layout.pp > 1
+        candidate for candidate in search.candidates(job, devices.device("h200")) if candidate.layout.pp > 1
     ]
     assert {candidate.layout.pp for candidate in walked} == {2, 4, 8, 16}, (
         "21 computing layers begin 21 chunks at most"

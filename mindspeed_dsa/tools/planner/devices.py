@@ -1,0 +1,84 @@
+"""Devices that jobs are planned for: rates, memory, and the shares of both that jobs reach."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+
+from mindspeed_dsa.patches.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates and memory of one rank's device; rates are per second and direction.
+
+    Attributes:
+        name: name in :data:`DEVICES`.
+        memory: GiB, as reported by the device.
+        tflops: TFLOP/s of dense bf16 matrix products.
+        hbm: GB/s of device memory.
+        node: number of devices connected by the fast link.
+        link: GB/s of the fast link.
+        network: GB/s between nodes, per device.
+        host: GB/s between device and host.
+        host_memory: assumed GiB of a node's host.
+        host_devices: number of devices that share the host.
+        matmul: share of ``tflops`` that large matrix products reach.
+        attention: share of ``tflops`` that attention reaches.
+        sparse: share of ``tflops`` that sparse attention and indexer reach.
+        reserve: GiB for the device context and collectives.
+    """
+
+    name: str
+    memory: float
+    tflops: float
+    hbm: float
+    node: int
+    link: float
+    network: float
+    host: float
+    host_memory: float
+    host_devices: int = 8
+    matmul: float = 0.6
+    attention: float = 0.5
+    sparse: float = 0.35
+    reserve: float = 3.0
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", 79.2, 312, 2039, 8, 300, 25, 25, 1024),
+        Device("h100", 79.2, 989, 3350, 8, 450, 50, 50, 2048),
+        Device("h200", 139.8, 989, 4800, 8, 450, 50, 50, 2048),
+        Device("b200", 178.4, 2250, 8000, 8, 900, 50, 50, 2048),
+        Device("910b", 61.0, 376, 1600, 8, 196, 25, 25, 1024),
+        # One of the two dies of a 128 GB card. A supernode links 384 cards = 768 dies; a host has 8 cards.
+        Device("a3", 61.0, 376, 1600, 768, 196, 25, 50, 2048, 16),
+        # The CPU shares the host's memory, and no device context takes a part of it.
+        Device("cpu", 64, 0.2, 20, 1, 1, 1, 10, 64, 1, reserve=0.0),
+    )
+}
+"""Dict from the name for ``--device`` to the device."""
+
+
+def device(name: str, **other: float | None) -> Device:
+    """Return a device of :data:`DEVICES`, with some attributes replaced.
+
+    Raises:
+        SettingsError: the name is not in the table, or a value is not positive.
+    """
+    entry = DEVICES.get(name.lower())
+    if entry is None:
+        near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
+        meant = f"; did you mean {near[0]}?" if near else "."
+        raise SettingsError(
+            f"mindspeed_dsa plan: there is no device {name!r}{meant} The table has {', '.join(DEVICES)}; for "
+            "another one name the closest, and --device-memory, --device-tflops and the links beside it"
+        )
+    figures = {key: value for key, value in other.items() if value is not None}
+    for key, value in figures.items():
+        if key != "reserve" and not 0 < value < math.inf:
+            raise SettingsError(f"mindspeed_dsa plan: --device-{key} {value:g}: give a number above 0")
+    return replace(entry, **figures)  # type: ignore[arg-type]
