@@ -215,6 +215,26 @@ def compare_mixed_precision(kind: str) -> list[str]:
     return [name for name, x in expected.items() if not torch.equal(ours[name], x)]
 
 
+def compare_a_reader(kind: str) -> list[str]:
+    """Return names of gradients that differ if only layer 1's loss, of layer 0's selection, runs backward.
+
+    Only layer 0 and the model are FSDP2 units, so layer 1's loss passes no output of a unit.
+    """
+    both = []
+    for wrapped in (True, False):
+        model = built(kind, "all")
+        if wrapped:
+            fully_shard(model.model.layers[0], reshard_after_forward=True)
+            fully_shard(model)
+        in_use = apply_dsa(model, loss_coeff=COEFFICIENT, indexer_loss_layers="served")
+        model(input_ids=tokens(), labels=tokens(), use_cache=False)
+        in_use.losses[1].backward()
+        both.append(gradients(model))
+    ours, expected = both
+    assert expected
+    return [name for name, x in expected.items() if not close(ours[name], x, 1e-4)]
+
+
 def gathered_at_once(kind: str) -> list[int]:
     """Return numbers of layers with whole weights when backward reaches each layer, the last one first."""
     model = shard(built(kind, "indexers"), "")

@@ -50,6 +50,10 @@ def test_indexers_learn_for_all_layers_that_they_serve(pool, wrapped):
     assert run(pool, "compare_all", kind="glm_moe_dsa serving", cases=cases) == [{}, {}]
 
 
+def test_the_loss_of_another_layer_gathers_the_indexer_s_weights(pool):
+    assert run(pool, "compare_a_reader", kind="glm_moe_dsa serving") == [[], []]
+
+
 def test_the_indexers_loss_may_go_backward_alone(pool):
     cases = [
         {"trained": trained, "wrapped": wrapped, "own_loss": True}
