@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarks.registry import Metrics
 from benchmarks.released import INDEX_DIM, MODELS
 from mindspeed_dsa import log
-from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem
 from mindspeed_dsa.features.dsa.selections.feature import Options
 from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording
 from mindspeed_dsa.features.dsa.selections.record import Recorder

@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.dsa.problem import Inputs, Sizes, absorbed, make_inputs, projected
 from benchmarks.registry import Metrics
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
-from mindspeed_dsa.features.dsa.problem import Operands, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import Rows
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 

@@ -97,6 +97,10 @@ The first one also accepts :data:`~mindspeed_dsa.feature.AUTO`, its value under 
 """
 
 
+OWN, SERVED, SERVED_SUM = LOSS_LAYERS = ("own", "served", "served-sum")
+"""Layers whose attention an indexer learns: its own, or the mean or sum of all that it serves."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of DSA's attention path.
@@ -107,6 +111,7 @@ class Options:
         stage: stage of the indexer's training, one of :data:`STAGES`.
         padding: padding of sequences whose length is no multiple of the number of context parallel ranks.
         precision: precision of key selection, one of :data:`PRECISIONS`.
+        loss_layers: layers whose attention an indexer learns, one of :data:`LOSS_LAYERS`.
     """
 
     absorb: bool
@@ -121,6 +126,7 @@ class Options:
     keep_gathered: bool
     padding: Padding = field(default_factory=Padding)
     precision: str = "full"
+    loss_layers: str = OWN
 
     @property
     def any(self) -> bool:
@@ -167,13 +173,14 @@ class Options:
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
             padding=Padding.of(settings),
             precision=getattr(settings, "dsa_indexer_precision", None) or "full",
+            loss_layers=getattr(settings, "dsa_indexer_loss_layers", None) or OWN,
         )
 
 
 def fused_wanted(settings: Any) -> bool:
     """Return whether any DSA option is set, including options without effect on their own."""
     chosen = Options.of(settings)
-    return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full"
+    return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full" or chosen.loss_layers != OWN
 
 
 def absorb_wanted(settings: Any) -> bool:

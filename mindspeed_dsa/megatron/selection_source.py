@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.megatron.served_index import ServedGradients, ServedIndex
+
 NUMBER = "_mindspeed_dsa_layer_number"
 """Attribute of a ``DSAttention`` with its layer number, from 1; multi-token prediction layers follow."""
 PLACE = "_mindspeed_dsa_place"
@@ -84,14 +86,17 @@ class Chosen:
             first key. ``None`` means that tokens attend to all visible keys.
         by_run: whether ``topk_indices`` has one tensor per :class:`RowRun` instead of one for all tokens.
         missing: ``[batch, rows]`` bool, tokens for which the indexer must select; ``None`` for none.
-        is_shared: whether a layer below selected the keys. The layer that uses them then computes no indexer
-            loss, and does not report the selection to sources.
+        is_shared: whether a layer below selected the keys. The layer that uses them then does not report the
+            selection to sources, and computes an indexer loss only with ``index``.
+        index: outputs of the indexer that selected, one per entry of ``topk_indices``, for losses of layers
+            that share. Empty if no such loss reads them.
     """
 
     topk_indices: tuple[Tensor | None, ...]
     by_run: bool = False
     missing: Tensor | None = None
     is_shared: bool = False
+    index: tuple[ServedIndex | None, ...] = ()
 
     @property
     def of_all_rows(self) -> Tensor:
@@ -140,7 +145,8 @@ class Chosen:
     def of_run(self, number: int, run: RowRun) -> Chosen:
         """Return the selection of one run, with key positions relative to the run's first key."""
         if self.by_run:
-            return replace(self, topk_indices=self.topk_indices[number : number + 1], by_run=False)
+            one = slice(number, number + 1)
+            return replace(self, topk_indices=self.topk_indices[one], by_run=False, index=self.index[one])
         return self.of(slice(run.first, run.end), run.low, run.high - run.low)
 
 
@@ -197,6 +203,7 @@ class Place:
         hands_on: whether layers above reuse the selection that this layer computes.
         is_last: whether no layer above uses the same selection.
         repeats: whether the layer runs several times in one forward; it selects only in the first run.
+        served: number of layers that attend to the same selection, with the layer that selects.
     """
 
     name: str
@@ -204,6 +211,7 @@ class Place:
     hands_on: bool = False
     is_last: bool = True
     repeats: bool = False
+    served: int = 1
 
     @property
     def computes(self) -> bool:
@@ -226,6 +234,7 @@ class Selected:
         topk_indices: see :class:`Chosen`, of any int dtype.
         by_run: whether ``topk_indices`` has one tensor per :class:`RowRun`.
         lengths: ``[batch, rows]``, number of valid leading entries, if Megatron's kernels return it.
+        index: see :class:`Chosen`.
         reads: number of times that layers have read the selection.
     """
 
@@ -233,7 +242,13 @@ class Selected:
     topk_indices: tuple[Tensor | None, ...]
     by_run: bool = False
     lengths: Tensor | None = None
+    index: tuple[ServedIndex | None, ...] = ()
     reads: int = 0
+
+    @property
+    def gradients(self) -> ServedGradients | None:
+        """Sums of the gradients of ``index``, which all runs of tokens have in common."""
+        return next((one.gradients for one in self.index if one is not None), None)
 
 
 class Selections:
@@ -242,15 +257,36 @@ class Selections:
     Args:
         latest: initial selection.
         microbatch: initial microbatch.
+        served: in a recomputation, name and gradients of the layer that selected in the first run.
     """
 
-    def __init__(self, latest: Selected | None = None, microbatch: Microbatch | None = None) -> None:
-        self.latest, self.microbatch = latest, microbatch
+    def __init__(
+        self,
+        latest: Selected | None = None,
+        microbatch: Microbatch | None = None,
+        served: tuple[str, ServedGradients] | None = None,
+    ) -> None:
+        self.latest, self.microbatch, self._served = latest, microbatch, served
 
-    def store(self, place: Place, *topk_indices: Tensor | None, by_run: bool = False) -> None:
+    def store(
+        self,
+        place: Place,
+        *topk_indices: Tensor | None,
+        by_run: bool = False,
+        index: tuple[ServedIndex | None, ...] = (),
+    ) -> None:
         """Store a layer's selection for the layers above, if one of them uses it."""
         if place.hands_on:
-            self.latest = Selected(place.source, topk_indices, by_run)
+            self.latest = Selected(place.source, topk_indices, by_run, index=index)
+
+    def gradients_for(self, place: Place) -> ServedGradients:
+        """Return the sums into which layers above deliver the gradients of a selecting layer's indexer.
+
+        In a recomputation these are the sums of the first run, whose selection the layers above have read.
+        """
+        if self._served is not None and self._served[0] == place.source:
+            return self._served[1]
+        return ServedGradients()
 
     def read(self, place: Place) -> Selected:
         """Return the stored selection of the layer below that the sharing layer ``place`` uses.
@@ -297,10 +333,10 @@ class _Below(SelectionSource):
         selected = self.selections.read(self.place)
         # This layer has the tensors now. If it is the last reader, the holder need not keep them.
         self.selections.release(self.place)
-        return Chosen(selected.topk_indices, selected.by_run, is_shared=True)
+        return Chosen(selected.topk_indices, selected.by_run, is_shared=True, index=selected.index)
 
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
-        self.selections.store(self.place, *chosen.topk_indices, by_run=chosen.by_run)
+        self.selections.store(self.place, *chosen.topk_indices, by_run=chosen.by_run, index=chosen.index)
 
 
 # -- the running forward -------------------------------------------------------------------------
@@ -341,16 +377,21 @@ def sources_of(attention: Any) -> list[SelectionSource]:
 
 
 @contextmanager
-def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -> Iterator[None]:
+def recomputing(
+    latest: Selected | None,
+    microbatch: Microbatch | None = None,
+    served: tuple[str, ServedGradients] | None = None,
+) -> Iterator[None]:
     """Run the block with the selections of an earlier forward, leaving the running forward's unchanged.
 
     Args:
         latest: selection that layers of the earlier forward have read.
         microbatch: microbatch of the earlier forward. Its sink gets no second report of the selections.
+        served: see :class:`Selections`.
     """
     # Without a sink: the selections were observed in the first run.
     again = None if microbatch is None or microbatch.source is None else replace(microbatch, sink=None)
-    token = _current.set(Selections(latest, again))
+    token = _current.set(Selections(latest, again, served))
     try:
         yield
     finally:
@@ -368,6 +409,8 @@ class Carrying:
         self._function, self._has_run, self._is_spent = function, False, False
         self._read: Selected | None = None
         self._microbatch: Microbatch | None = None
+        # Layers above deliver gradients for the first run's selection, which the recomputation has to add.
+        self._served: tuple[str, ServedGradients] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The second call, the recomputation, uses the selection that the first one read.
@@ -386,7 +429,7 @@ class Carrying:
             # The selection is dropped below, so a second recomputation would not find it.
             self._is_spent = replays or self._read is not None
             # Drop the references first: autograd keeps this object as long as the graph.
-            with recomputing(self._read, self._microbatch):
+            with recomputing(self._read, self._microbatch, self._served):
                 self._read = self._microbatch = None
                 return self._function(*args, **kwargs)
         self._has_run = True
@@ -397,4 +440,7 @@ class Carrying:
         result = self._function(*args, **kwargs)
         if latest is not None and latest.reads > reads:
             self._read = latest
+        stored = selections.latest
+        if stored is not None and stored is not latest and stored.gradients is not None:
+            self._served = stored.source, stored.gradients
         return result

@@ -83,6 +83,12 @@ class Sharing:
             return False
         return bool(self.pattern) or self.computes(layer)
 
+    def mtp_source(self, layer: int) -> int:
+        """Return the multi-token prediction layer whose selection this one uses: itself, or one below."""
+        while not self.mtp_computes(layer):
+            layer -= 1
+        return layer
+
     def source(self, layer: int) -> int:
         """Return the decoder layer whose selection this layer uses: itself, or one below."""
         # With offset 3 and frequency 4, layers 4 to 6 share layer 3's selection.

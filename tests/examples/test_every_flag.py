@@ -59,6 +59,7 @@ USED = {
     "last pipeline rank": (2, f"--decoder-last-pipeline-num-layers 1 --num-layers 3 {PP}"),
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
     "FSDP2, experts": (2, "--use-torch-fsdp2 --fsdp2-shard-experts"),
+    "indexers that serve": (1, "--dsa-indexer-loss-layers served --dsa-indexer-topk-freq 2"),
     "repairs left out": (1, "--no-dsa-repairs loss-tracker,loss-gate"),
     "selections recorded": (
         1,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.dsa.loss import sparse_loss
-from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Selection
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem, Selection
 from mindspeed_dsa.features.dsa.sparse_attention import attend_to_chosen
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu

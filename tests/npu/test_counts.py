@@ -11,7 +11,8 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.packs import Pack, PackRows
 from mindspeed_dsa.features.dsa import problem as problems
 from mindspeed_dsa.features.dsa import sparse_attention
-from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem, Rows
 from mindspeed_dsa.ops.npu import layout
 from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE

@@ -20,7 +20,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
-from mindspeed_dsa.features.dsa.problem import keeps_parts_apart, query_and_key
+from mindspeed_dsa.features.dsa.operands import keeps_parts_apart, query_and_key
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection, steps_of
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head

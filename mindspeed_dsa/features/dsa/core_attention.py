@@ -20,7 +20,9 @@ from mindspeed_dsa.features.dsa.index_projection import start_index
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.loss import attention_mass
 from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
-from mindspeed_dsa.features.dsa.problem import LossOptions, Operands, Problem, Rows, needs_index, parts_of
+from mindspeed_dsa.features.dsa.operands import Operands, parts_of
+from mindspeed_dsa.features.dsa.problem import LossOptions, Problem, Rows, needs_index
+from mindspeed_dsa.features.dsa.served import serving_of, weight_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import Options
@@ -125,20 +127,25 @@ def attend(call: Call) -> Tensor:
     sources, layer_rows = sources_of(call.layer), _layer_rows(call)
     selected = _chosen(call, sources, layer_rows)
     is_shared = selected is not None and selected.is_shared
-    loss, parts = None if is_shared else _loss_options(call, all_rows), parts_left_to_megatron(call)
+    # The loss of a layer that shares needs outputs of the indexer that selected.
+    has_loss = selected is None or not is_shared or bool(selected.index)
+    loss, parts = _loss_options(call, all_rows) if has_loss else None, parts_left_to_megatron(call)
+    serving = None if is_shared else serving_of(call)
 
     gathered, index_under_way = [*under_way], None
     # The indexer is only trained by its loss: without one its projections need no graph.
     with torch.set_grad_enabled(loss is not None):
-        if needs_index(call.keys, rows, topk, loss, parts, selected):
+        if needs_index(call.keys, rows, topk, loss, parts, selected, serving):
             index_under_way = start_index(call)
-            gathered += index_under_way.gathered if loss is not None else []
+            # Layers above may read the gathered index key, which is small: it is kept for them.
+            is_read_again = serving is not None and not serving.scores
+            gathered += index_under_way.gathered if loss is not None and not is_read_again else []
     operands = _operands(call, under_way)
     with torch.set_grad_enabled(loss is not None):
         index = None if index_under_way is None else index_under_way.wait()
 
     problem = Problem(
-        operands, topk, rows, call.groups, loss, options.backend, parts, options.precision, selected
+        operands, topk, rows, call.groups, loss, options.backend, parts, options.precision, selected, serving
     )
     # NPU operators take causal rows that end at the last key: one call per run of contiguous tokens.
     by_run = exchange is not None and in_runs(call.query.device)
@@ -148,12 +155,13 @@ def attend(call: Call) -> Tensor:
         result = sparse_attention(problem, index)
     if not is_shared:
         for source in sources:
-            source.took(layer_rows, Chosen(result.topk_indices, by_run), partial(attention_mass, problem))
+            chosen = Chosen(result.topk_indices, by_run, index=result.served)
+            source.took(layer_rows, chosen, partial(attention_mass, problem))
     out = result.out
     if result.loss is not None:
         ours = indexer_loss(call.megatron)
-        ours.log(result.loss, call.layer, call.groups.context)
-        out = ours.attach(out, result.loss, all_rows)
+        ours.log(result.loss / problem.wanted.weight, call.layer, call.groups.context)
+        out = ours.attach(out, result.loss, all_rows, result.deliveries)
     return out if exchange is None else exchange.free(out, gathered)
 
 
@@ -211,16 +219,18 @@ def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
         return None
     # The callback lives until backward. It must not hold the call and thereby the layer's tensors.
     ours, group = indexer_loss(call.megatron), call.groups.context
+    weight = weight_of(call)
 
     def log_and_start(share: Tensor) -> Tensor:
-        ours.log(share, layer, group)
+        ours.log(share / weight, layer, group)
         return ours.gradient(share, all_rows)
 
     return LossOptions(
-        coefficient=coefficient(config),
+        coefficient=coefficient(config) * weight,
         on_chosen_keys=config.dsa_indexer_use_sparse_loss,
         per_token=ours.takes_sums(config),
         in_backward=log_and_start if call.options.fuse_kl_in_backward else None,
+        weight=weight,
     )
 
 

@@ -11,7 +11,9 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag
 from mindspeed_dsa.megatron.dsa import (
     DSA,
+    LOSS_LAYERS,
     MLA,
+    OWN,
     PARTS,
     PRECISIONS,
     Options,
@@ -19,6 +21,7 @@ from mindspeed_dsa.megatron.dsa import (
     fused_wanted,
     megatron_flag,
 )
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
 
 _PACKAGES = {"triton": ("triton", "pip install triton"), "npu": ("torch_npu", "pip install torch_npu")}
@@ -46,6 +49,8 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
         problems += _fuse_problems(parsed, args)
     if parsed.precision != "full":
         problems += _precision_problems(parsed)
+    if parsed.loss_layers != OWN:
+        problems += _loss_layers_problems(parsed, args)
     if getattr(args, "delay_wgrad_compute", False) and parsed.absorb:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
@@ -86,6 +91,28 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
         problems.append(
             "--dsa-fuse-kl-in-backward has the probabilities of the chosen keys only; add "
             "--dsa-indexer-use-sparse-loss or omit it"
+        )
+    return problems
+
+
+def _loss_layers_problems(chosen: Options, args: Any) -> list[str]:
+    """Report losses of layers that share in a job that has no such layers, or no such losses."""
+    wanted, problems = f"--dsa-indexer-loss-layers {chosen.loss_layers}", []
+    sharing, layers = Sharing.of(args), getattr(args, "num_layers", None)
+    mtp_layers = getattr(args, "mtp_num_layers", None) or 0
+    if layers is not None and sharing.computing(layers, mtp_layers) == layers + mtp_layers:
+        problems.append(
+            f"{wanted} is for layers that share a selection, and every layer of this model selects keys "
+            "itself; add --dsa-indexer-topk-freq or --dsa-indexer-topk-pattern, or omit it"
+        )
+    if chosen.stage not in ("sparse", "warmup"):
+        problems.append(f"{wanted}: --dsa-stage {chosen.stage} trains no indexer; omit one of them")
+    elif not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
+        problems.append(f"{wanted}: no layer has an indexer loss; set --dsa-indexer-loss-coeff above 0")
+    if not chosen.all_ours:
+        problems.append(
+            f"{wanted} needs our indexer, attention and indexer loss; add --use-fused-dsa, without "
+            "--no-use-fused-..., or omit it"
         )
     return problems
 
@@ -154,6 +181,15 @@ _BACKEND = Flag(
     default="auto",
     choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
 )
+_LOSS_LAYERS = Flag(
+    "--dsa-indexer-loss-layers",
+    "Layers whose attention an indexer learns if several layers attend to the keys that it selects: 'own', "
+    "the indexer's layer, as in released models; 'served', the mean of all these layers; 'served-sum', their "
+    "sum.",
+    kind="value",
+    default="own",
+    choices=LOSS_LAYERS,
+)
 _PRECISION = Flag(
     "--dsa-indexer-precision",
     "Precision of the scores that select keys: 'full' does not quantise the indexer's queries and keys; "
@@ -176,6 +212,7 @@ FUSED = Feature(
         _BACKEND,
         _PRECISION,
         _FUSE_KL,
+        _LOSS_LAYERS,
         EXPERIMENTAL_ATTENTION_VARIANT,
         megatron_flag("--dsa-indexer-loss-coeff", float),
     ),

@@ -6,7 +6,7 @@ them. For releases without DSA, this module has replacements with the same attri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.megatron.served_index import Delivery
 from mindspeed_dsa.patches import versions
 
 WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
@@ -91,12 +92,23 @@ class IndexerLoss:
         # The loss is a mean. Where the step divides by the number of tokens later, undo the mean's division.
         return gradient * rows if self.sums_over_tokens else gradient
 
-    def attach(self, output: Tensor, loss: Tensor, rows: int) -> Tensor:
+    def attach(
+        self,
+        output: Tensor,
+        loss: Tensor,
+        rows: int,
+        deliveries: Sequence[Delivery] = (),
+    ) -> Tensor:
         """Return ``output`` with the loss attached: its backward also runs backward of the loss.
 
-        ``loss`` and ``rows`` are the arguments of :meth:`gradient`.
+        Args:
+            output: output of the layer's attention, or of the layer.
+            loss: see :meth:`gradient`.
+            rows: see :meth:`gradient`.
+            deliveries: gradients for another layer's indexer, which backward delivers, times the loss's
+                gradient, before it continues below ``output``.
         """
-        return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
+        return _AttachedLoss.apply(output, loss, rows, self, deliveries)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
         """Add a loss to the sum that is logged for the layer.
@@ -126,16 +138,28 @@ class _AttachedLoss(torch.autograd.Function):
     # Megatron's DSAIndexerLossAutoScaler does the same without the factor `rows`.
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, rows: int, of: IndexerLoss) -> Tensor:
-        ctx.save_for_backward(loss)
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        loss: Tensor,
+        rows: int,
+        of: IndexerLoss,
+        deliveries: Sequence[Delivery],
+    ) -> Tensor:
+        ctx.save_for_backward(loss, *(gradient for one in deliveries for gradient in one.gradients))
         ctx.rows, ctx.of = rows, of
+        ctx.sinks = [(one.sums, one.run, len(one.gradients)) for one in deliveries]
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (loss,) = ctx.saved_tensors
-        return grad_output, ctx.of.gradient(loss, ctx.rows), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        loss, *gradients = ctx.saved_tensors
+        gradient = ctx.of.gradient(loss, ctx.rows)
+        for sums, run, number in ctx.sinks:
+            sums.add(run, [one * gradient for one in gradients[:number]])
+            del gradients[:number]
+        return grad_output, gradient, None, None, None
 
 
 # -- a step without the loss -------------------------------------------------------------------

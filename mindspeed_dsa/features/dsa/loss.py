@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.distributed import all_reduce
 
 from mindspeed_dsa.features.dsa.main_attention import attend_sparsely
+from mindspeed_dsa.features.dsa.operands import Operands
 from mindspeed_dsa.features.dsa.problem import (
     Attended,
     Groups,
     IndexInputs,
     LossOptions,
-    Operands,
     Problem,
     Rows,
     Selection,
@@ -59,9 +59,11 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
     if attention_sum is None and not operands.absorbed:
         attention_sum = attention_sum_by_head(operands, selection.topk_indices, backend)
     inputs = selection.inputs
+    # The gradient has to flow through the scores, where gradients of other layers are added.
+    index_query = inputs.query if problem.serving is None else inputs.query.detach()
     reduction, factor = share_of_rank(problem.wanted, rows, groups)
     value = indexer_kl_loss(
-        inputs.query,
+        index_query,
         inputs.key,
         inputs.weights,
         query,

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.features.dsa.problem import Attended, Operands, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import Attended, Rows
 from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention

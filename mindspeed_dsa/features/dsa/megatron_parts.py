@@ -12,7 +12,8 @@ from mindspeed_dsa.features.dsa.index_projection import indexer_arguments, proje
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.main_attention import expanded_key
 from mindspeed_dsa.features.dsa.model.indexer import heads_without_relu
-from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Parts, Selection
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Parts, Selection
 
 
 def parts_left_to_megatron(call: Call) -> Parts:

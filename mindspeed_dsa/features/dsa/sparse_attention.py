@@ -16,8 +16,11 @@ from torch import Tensor
 
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
-from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Run, Selection
+from mindspeed_dsa.features.dsa.operands import Operands, Run
+from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Problem, Rows, Selection
+from mindspeed_dsa.features.dsa.served import hand_on_inputs, served_dense_loss, served_sparse_loss
 from mindspeed_dsa.megatron.selection_source import Chosen, RowRun
+from mindspeed_dsa.megatron.served_index import Delivery, ServedIndex
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
@@ -33,6 +36,10 @@ class Result(NamedTuple):
     computes it."""
     topk_indices: tuple[Tensor | None, ...] = (None,)
     """``[b, s, topk]`` int32 for each run of tokens; None where tokens attend to all visible keys."""
+    served: tuple[ServedIndex | None, ...] = ()
+    """Outputs of the indexer for losses of other layers, for each run of tokens."""
+    deliveries: tuple[Delivery, ...] = ()
+    """Gradients of ``loss`` for another layer's indexer; ``loss`` has no graph then."""
 
 
 def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
@@ -42,13 +49,16 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
         problem: inputs of the layer's sparse attention.
         index: query, key and weights of the indexer; None is allowed if ``problem.needs_index`` is false.
     """
-    rows, loss, parts = problem.rows, problem.loss, problem.parts
+    rows, loss, parts, serving = problem.rows, problem.loss, problem.parts, problem.serving
     if rows.end is not None:
         # Drop the padding, so that operators that take only consecutive documents can run as well.
         padding = problem.operands.query.shape[0] - rows.end
         index = None if index is None else index.first(rows.end)
         result = sparse_attention(problem.first(rows.end), index)
         return result._replace(out=F.pad(result.out, (0, 0, 0, 0, 0, padding)))  # [s, b, heads * value_dim]
+
+    if problem.given is not None and problem.given.is_shared:
+        return _attend_to_shared(problem, problem.given)
 
     def choose() -> Selection:
         if parts.choose is not None:
@@ -64,34 +74,51 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
             with_scores=problem.reads_scores,
         )
 
+    served: tuple[ServedIndex, ...] = ()
+    inputs_of_loss = index
+    if serving is not None and not serving.scores:
+        one, inputs_of_loss = hand_on_inputs(serving, _present(index))
+        served = (one,)
+
     if problem.is_dense:
         out = attend_densely(problem.operands, rows, problem.backend).out
         if loss is None:
-            return Result(out, None)
+            return Result(out, None, served=served)
         if parts.loss is not None:
             return Result(out, parts.loss(problem.operands, choose()))
         # With every visible key selected, the sparse and the dense loss are equal.
-        return Result(out, dense_loss(problem, _present(index)))
+        return Result(out, dense_loss(problem, _present(inputs_of_loss)), served=served)
     if problem.given is not None and not problem.needs_index:
+        # A recorded selection, without a loss.
         topk_indices = problem.given.of_all_rows
         return Result(_attend_to(problem, topk_indices).out, None, (topk_indices,))
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
+        if serving is not None and serving.scores and selection.topk_scores is not None:
+            use_relu = selection.inputs.use_relu
+            one, (linked,) = serving.hand_on(selection.topk_scores, use_relu=use_relu)
+            served, selection = (one,), replace(selection, topk_scores=linked)
     # Scores without a gradient have no backward pass to compute the loss in.
     scores = selection.topk_scores
-    has_backward = problem.operands.absorbed and scores is not None and scores.requires_grad
-    if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
+    if (
+        loss is not None
+        and loss.in_backward is not None
+        and loss.on_chosen_keys
+        and problem.operands.absorbed
+        and scores is not None
+        and scores.requires_grad
+    ):
         attended = attend_sparsely(
             problem.operands,
             selection.topk_indices,
             problem.backend,
             False,
             scores,
-            _loss_in_backward(problem, selection, loss.in_backward),
+            _loss_in_backward(problem, scores, selection.topk_indices, loss.in_backward),
             form=selection.form,
         )
-        return Result(attended.out, None, (selection.topk_indices,))
+        return Result(attended.out, None, (selection.topk_indices,), served)
 
     if parts.attend is not None:
         attended = parts.attend(problem.operands, selection.topk_indices)
@@ -105,8 +132,42 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
     elif loss.on_chosen_keys:
         value = sparse_loss(problem, selection, attended)
     else:
-        value = dense_loss(problem, selection.inputs)
-    return Result(attended.out, value, (selection.topk_indices,))
+        value = dense_loss(problem, _present(inputs_of_loss))
+    return Result(attended.out, value, (selection.topk_indices,), served)
+
+
+def _attend_to_shared(problem: Problem, given: Chosen) -> Result:
+    """Attend to the selection of a layer below. A loss is that of the indexer of the layer below."""
+    (topk_indices,), loss, operands = given.topk_indices, problem.loss, problem.operands
+    if topk_indices is None:
+        out = attend_densely(operands, problem.rows, problem.backend).out
+    elif loss is None or not loss.on_chosen_keys:
+        out = _attend_to(problem, topk_indices).out
+    if loss is None:
+        return Result(out, None, (topk_indices,))
+    (served,) = given.index
+    assert served is not None, "the layer that selects hands it on with the keys"
+    if topk_indices is None or not loss.on_chosen_keys:
+        value, gradients = served_dense_loss(problem, served)
+    elif loss.in_backward is not None and operands.absorbed:
+        query, scores = served.scores_behind(operands.query)
+        attended = attend_sparsely(
+            replace(operands, query=query),
+            topk_indices,
+            problem.backend,
+            False,
+            scores,
+            _loss_in_backward(problem, scores, topk_indices, loss.in_backward),
+            form=problem.rows.form,
+        )
+        return Result(attended.out, None, (topk_indices,))
+    else:
+        (scores,) = served.outputs
+        attended = attend_sparsely(operands, topk_indices, problem.backend, True, form=problem.rows.form)
+        out, attention_sum = attended.out, attended.attention_sum
+        assert attention_sum is not None
+        value, gradients = served_sparse_loss(problem, scores, attention_sum, topk_indices)
+    return Result(out, value, (topk_indices,), deliveries=(served.delivery(gradients),))
 
 
 def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
@@ -220,11 +281,10 @@ def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) 
 
 
 def _loss_in_backward(
-    problem: Problem, selection: Selection, report: Callable[[Tensor], Tensor]
+    problem: Problem, topk_scores: Tensor, indices: Tensor, report: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
     """Return the ``score_gradient`` callback, which computes the loss in the attention's backward."""
-    assert selection.topk_scores is not None
-    scores, indices = selection.topk_scores.detach(), selection.topk_indices
+    scores = topk_scores.detach()
     # The callback lives until backward. It must not hold the operands.
     rows, groups, loss, backend = problem.rows, problem.groups, problem.wanted, problem.backend
 
@@ -298,12 +358,16 @@ def attend_by_runs(
         given_keys = problem.given
         if given_keys is not None:
             given_keys = given_keys.of_run(number, RowRun(first, end, low, high))
-        part = replace(problem, operands=operands, rows=rows, loss=share, given=given_keys)
+        serving = None if problem.serving is None else replace(problem.serving, run=number)
+        part = replace(problem, operands=operands, rows=rows, loss=share, given=given_keys, serving=serving)
         results.append(sparse_attention(part, inputs))
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])  # [s, b, heads * value_dim]
     topk_indices = tuple(indices for result in results for indices in result.topk_indices)
-    return Result(out, torch.stack(losses).sum() if losses else None, topk_indices)
+    # One entry per run: runs without keys have none.
+    served = tuple(one for result in results for one in result.served or (None,))
+    deliveries = tuple(one for result in results for one in result.deliveries)
+    return Result(out, torch.stack(losses).sum() if losses else None, topk_indices, served, deliveries)
 
 
 def _nothing(operands: Operands, index: IndexInputs | None) -> Result:

@@ -54,17 +54,17 @@ def step_in_two_parts(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Run :func:`one_step` with absorbed queries in two parts as on NPUs; also return how they arrived."""
-    from mindspeed_dsa.features.dsa import core_attention, problem
+    from mindspeed_dsa.features.dsa import core_attention, operands
 
     arrived = []
 
     def noting(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        parts = problem.parts_of(query, key, value)
+        parts = operands.parts_of(query, key, value)
         arrived.append(parts[1] is not None)
         return parts
 
     with (
-        mock.patch.object(problem, "keeps_parts_apart", return_value=True),
+        mock.patch.object(operands, "keeps_parts_apart", return_value=True),
         mock.patch.object(core_attention, "parts_of", noting),
     ):
         return one_step(switches, overrides) | {"in two parts": arrived}

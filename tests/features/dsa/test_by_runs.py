@@ -11,7 +11,8 @@ import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack, PackRows
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Problem, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
 
 LENGTH, TOPK = 48, 6

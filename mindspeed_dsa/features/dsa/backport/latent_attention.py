@@ -23,7 +23,7 @@ from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
 from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.job import problems_of
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
-from mindspeed_dsa.features.dsa.problem import query_and_key
+from mindspeed_dsa.features.dsa.operands import query_and_key
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer

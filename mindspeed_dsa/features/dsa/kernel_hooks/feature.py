@@ -63,7 +63,9 @@ _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _OF_OPERATORS = tuple(
-    flag for flag in fused_dsa.FUSED.flags if flag.dest in ("dsa_backend", "dsa_indexer_precision")
+    flag
+    for flag in fused_dsa.FUSED.flags
+    if flag.dest in ("dsa_backend", "dsa_indexer_precision", "dsa_indexer_loss_layers")
 )
 
 FEATURE = Feature(

@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options, refusals
 from mindspeed_dsa.features.dsa.loss import sparse_loss
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Problem, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import select_keys, sparse_attention
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 

@@ -22,8 +22,8 @@ from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
-from mindspeed_dsa.features.dsa.problem import keeps_parts_apart
-from mindspeed_dsa.megatron.dsa import shares_keys
+from mindspeed_dsa.features.dsa.operands import keeps_parts_apart
+from mindspeed_dsa.megatron.dsa import OWN, shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
 from mindspeed_dsa.megatron.selection_source import current, place_of
 
@@ -109,6 +109,9 @@ def attend_to_shared_keys(
         has_reason = vars(self).get(ATTRIBUTE) is not None or (
             place_of(self) is not None and context.options.all_ours and packed_seq_params is None
         )
+        # Losses of layers that share need the scores of the selected keys, which the hooks do not return.
+        learns_served = place_of(self) is not None and context.options.loss_layers != OWN
+        has_reason = has_reason or learns_served
         # Without the rotary part the query is narrower than the key; the hooks need one tensor.
         has_reason = has_reason or query.shape[-1] < key.shape[-1]
         # Recording and replay address tokens by position, which the hooks' arguments do not give.
@@ -116,6 +119,11 @@ def attend_to_shared_keys(
             has_reason = True
         is_dealt = _is_dealt_here(packed_seq_params) or (has_reason and is_alone)
         if not has_reason or up_v_weight is None or not is_dealt:
+            if learns_served:
+                raise ValueError(
+                    "fused-dsa: --dsa-indexer-loss-layers needs attention in absorbed form, and under "
+                    "context parallelism whole sequences or packs of --pack-documents; train so, or omit it"
+                )
             return original(
                 self,
                 query,

@@ -82,11 +82,13 @@ def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Ca
 def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
     """Return the :class:`Place` of decoder layer ``layer`` (from 1) of ``layers``: selects or reuses."""
     is_last = layer == layers or sharing.computes(layer + 1)
+    source = sharing.source(layer)
     return Place(
         name=f"layer {layer}",
-        source=f"layer {sharing.source(layer)}",
+        source=f"layer {source}",
         hands_on=sharing.computes(layer) and not is_last,
         is_last=is_last,
+        served=sum(sharing.source(other) == source for other in range(1, layers + 1)),
     )
 
 
@@ -94,9 +96,8 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
     """Return the :class:`Place` of MTP layer ``layer`` (from 1): selects keys, or reuses them."""
     layers = config.mtp_num_layers
     repeats = bool(getattr(config, "mtp_use_repeated_layer", False)) and sharing.mtp_shares and layers > 1
-    source = layer
-    while not sharing.mtp_computes(source):
-        source -= 1
+    sources = [sharing.mtp_source(other) for other in range(1, layers + 1)]
+    source = sources[layer - 1]
     # A layer that repeats is never last: its next run reads the same selection.
     is_last = not repeats and (layer == layers or sharing.mtp_computes(layer + 1))
     name = "layer {} of multi-token prediction"
@@ -106,6 +107,7 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
         hands_on=repeats or (source == layer and not is_last),
         is_last=is_last,
         repeats=repeats,
+        served=layers if repeats else sources.count(source),
     )
 
 

@@ -10,6 +10,7 @@ Imports Megatron only when called, because these functions are loaded while Mega
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.loss import dense_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely
-from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem, Rows
+from mindspeed_dsa.features.dsa.served import hand_on_inputs, served_dense_loss, serving_of, weight_of
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.selection_source import current, place_of
+from mindspeed_dsa.megatron.served_index import Delivery
 from mindspeed_dsa.ops.graph import with_backward_of
 
 _ATTACHMENTS = "_mindspeed_dsa_attachments"
@@ -76,15 +81,40 @@ def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], Index
         rows: range of keys that each query token sees.
         index: function that returns the indexer's inputs, called only if there is a loss.
     """
-    attachments, layer, backend = attachments_of(call.layer), call.layer, call.options.backend
-    weight = coefficient(layer.config)
-    if attachments is not None and weight > 0 and layer.indexer is not None:
-        wanted = LossOptions(weight, on_chosen_keys=False)
-        problem = Problem(operands, layer.config.dsa_indexer_topk, rows, call.groups, wanted, backend)
-        with torch.enable_grad():
-            loss = dense_loss(problem, index())
+    layer, backend = call.layer, call.options.backend
+    attachments, weight = attachments_of(layer), weight_of(call)
+    wanted = LossOptions(coefficient(layer.config) * weight, on_chosen_keys=False)
+    problem = Problem(operands, layer.config.dsa_indexer_topk, rows, call.groups, wanted, backend)
+    loss, deliveries = _loss(call, problem, index, attachments is not None and wanted.coefficient > 0)
+    if loss is not None and attachments is not None:
         ours = indexer_loss(call.megatron)
-        ours.log(loss, layer, call.groups.context)
+        ours.log(loss / weight, layer, call.groups.context)
         all_rows = operands.key.shape[0] * operands.key.shape[1] if rows.count is None else rows.count
-        attachments.append(lambda output: ours.attach(output, loss, all_rows))
+        attachments.append(partial(ours.attach, loss=loss, rows=all_rows, deliveries=deliveries))
     return attend_densely(operands, rows, backend).out
+
+
+def _loss(
+    call: Call, problem: Problem, index: Callable[[], IndexInputs], has_loss: bool
+) -> tuple[Tensor | None, tuple[Delivery, ...]]:
+    """Return the layer's indexer loss, and its gradients if it trains another layer's indexer.
+
+    A layer without an indexer has a loss only if the indexer below learns all layers that it serves.
+    """
+    place, selections, serving = place_of(call.layer), current(), serving_of(call)
+    latest = selections.latest
+    if place is not None and latest is not None and selections.is_shared_by(place):
+        (served,) = selections.read(place).index
+        selections.release(place)
+        if not has_loss or served is None:
+            return None, ()
+        loss, gradients = served_dense_loss(problem, served)
+        return loss, (served.delivery(gradients),)
+    if call.layer.indexer is None or not (has_loss or serving is not None):
+        return None, ()
+    with torch.set_grad_enabled(has_loss):
+        inputs = index()
+        if place is not None and serving is not None:
+            served, inputs = hand_on_inputs(serving, inputs)
+            selections.store(place, None, index=(served,))
+        return dense_loss(problem, inputs) if has_loss else None, ()

@@ -16,7 +16,8 @@ from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack, PackRows
 from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.feature import check_packs, reset_at_documents
 from mindspeed_dsa.features.dsa import sparse_attention
-from mindspeed_dsa.features.dsa.problem import IndexInputs, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, Problem, Rows
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu.layout import layout_of_ranges
 from mindspeed_dsa.ops.row_ranges import visible_ranges

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem
 from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording, Run, Writer
 from mindspeed_dsa.features.dsa.selections.replay import (
     HandedOver,

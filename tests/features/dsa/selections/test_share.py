@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.dsa.model.feature import MODEL
-from mindspeed_dsa.features.dsa.problem import IndexInputs, Operands, Problem
+from mindspeed_dsa.features.dsa.operands import Operands
+from mindspeed_dsa.features.dsa.problem import IndexInputs, Problem
 from mindspeed_dsa.features.dsa.selections.feature import SHARED_SELECTIONS
 from mindspeed_dsa.features.dsa.selections.share import decoder_place, mtp_place
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs

@@ -90,6 +90,31 @@ def test_recomputation_changes_nothing(pool, alone, recompute):
     assert_same_gradients(ours["gradients"], alone["gradients"])
 
 
+SHARED = {**SELECTED, "num_layers": 4, "dsa_indexer_topk_freq": 4}
+SERVED = {"use_fused_dsa": True, "dsa_indexer_loss_layers": "served"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+        ({}, {"tp": 2}),
+    ],
+    ids=["full", "core", "TP2"],
+)
+def test_an_indexer_learns_the_dense_attention_of_all_layers_that_it_serves(pool, overrides, layout):
+    (own,) = pool.run(f"{CASES}:warmup", 1, overrides=SHARED)
+    (served,) = pool.run(f"{CASES}:warmup", 1, overrides=SHARED, switches=SERVED)
+    assert served["trained"] == own["trained"]
+    assert any(not own["gradients"][name].equal(gradient) for name, gradient in served["gradients"].items())
+    result = pool.run(
+        f"{CASES}:warmup", layout.get("tp", 1), overrides={**SHARED, **overrides}, switches=SERVED, **layout
+    )[0]
+    assert result["indexer losses"] == pytest.approx(served["indexer losses"][:1], rel=1e-6)
+    assert_same_gradients(result["gradients"], served["gradients"])
+
+
 def test_a_recomputed_input_norm_is_not_emptied_for_good(pool):
     plain, recomputed = (
         pool.run(f"{CASES}:{case}", 1, **more)[0]
