@@ -43,15 +43,14 @@ Each cell combines the results of two checks:
 | not recorded | the release's sources were not searched for one of the targets |
 """
 _REMARKS = (
-    "Each line names a feature whose check failed, or whose training test the feature refused. It quotes the "
-    "message, and lists the releases in parentheses.\n\n"
+    "Each line names a feature that failed a check, or that refused to run in its training test. It quotes "
+    "the message, and lists the releases in parentheses.\n\n"
 )
 _TORCH = (
     "\n## Releases of torch\n\n"
-    "The tests above ran with the torch releases that are listed above. "
-    f"The package allows `torch{TORCH_TRIED}`. The table has the releases of torch with which the "
-    "package's quick tests were run, on megatron-core 0.16.1 and Python 3.11 on CPUs. With a torch release "
-    "outside this range, the package logs one warning.\n\n"
+    f"The package allows `torch{TORCH_TRIED}`. With a release outside this range, it logs one warning. "
+    "The table has the releases of torch with which the package's quick tests were run, on megatron-core "
+    "0.16.1 and Python 3.11 on CPUs.\n\n"
     "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
     "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, most of `ops` | pass, with NumPy 2.2 for "
     "Triton's interpreter, except for: tests that need a later Triton (Gluon, `triton.knobs`); four tests of "
@@ -65,9 +64,9 @@ _TORCH = (
     "| 2.15.0 | 3.9.0 | `patches`, `ops`, `parallel`, CPU platform, compile-regions | pass; not allowed "
     "yet, because Megatron-core up to 0.19.2 cannot read its own `torch_dist` checkpoints there (`empty() "
     "got an unexpected keyword argument 'strides'`), and FSDP2's private classes were renamed |\n\n"
-    "torch 2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU. For 2.7.1, empty files "
-    "replaced the CUDA libraries. torch 2.6 is not supported, because its Inductor works only with Triton "
-    "3.2. The kernels of this package need Triton 3.3, and Triton 3.4 on GPUs. "
+    "torch 2.7.1, 2.14.1 and 2.15.0 were tested as CUDA builds on a machine without a GPU, 2.7.1 with empty "
+    "files in place of CUDA's libraries. torch 2.6 is not supported, because its Inductor works only with "
+    "Triton 3.2. The kernels of this package need Triton 3.3, and on GPUs Triton 3.4.\n\n"
     "The package uses some [private names of torch](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
