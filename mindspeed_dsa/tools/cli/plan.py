@@ -15,11 +15,13 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import (
     arguments,
+    calibration,
     command_lines,
     configs,
     devices,
     differences,
     flags,
+    measured,
     picture,
     plan,
     report,
@@ -74,15 +76,27 @@ def run(argv: Sequence[str]) -> int:
             flag = name.replace("_", "-")
             raise SettingsError(f"mindspeed_dsa plan: --{flag} {value:g}: give {least:g} or more")
     words = [*words, *more]
-    removed = settings.way_out(word.partition("=")[0] for word in words if word.startswith("--"))
-    if wrong := [*removed, *flags.misspelt(words, [*parser._option_string_actions])]:
-        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(wrong)}")
+    records = measured.read(Path(options.measured)) if options.measured else []
+    if not words and records and records[0].flags is not None:
+        words, options.devices, options.config = [*records[0].flags], records[0].devices, records[0].config
+    _check_spelling(words, parser)
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
     device = devices.device(options.device, reserve=options.reserve, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
         flags = [*words, *others]
         return arguments.job_of(flags, options.devices, options.config, options.imbalance, any_layout)
+
+    def job_of_record(record: measured.Record) -> Job:
+        if record.flags is None:
+            return measured.same_job(record, job_with(), options.devices)
+        _check_spelling(record.flags, parser)
+        return arguments.job_of(record.flags, record.devices, record.config, options.imbalance)
+
+    fitted = calibration.calibrated(records, job_of_record, device, options.allocator) if records else None
+    if fitted:
+        device = fitted.device
+        print(f"{calibration.text(fitted)}\n")
 
     def planned(others: Sequence[str] = (), quick: bool = False) -> plan.Plan:
         return plan.make(job_with(others), device, options.allocator, quick)
@@ -93,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
         if options.config:
             print(_model(options.config, words, layouts[0].plan.job))
         best = layouts[0].plan
-        record = {"found": [_record(item, words) for item in layouts]}
+        record: dict[str, Any] = {"found": [_record(item, words) for item in layouts]}
     else:
         best = planned()
         changes = differences.differences(options.what_if, best, planned)
@@ -105,6 +119,8 @@ def run(argv: Sequence[str]) -> int:
             print(f"\n{differences.text_of_ways(ways, best.job.layout.devices)}")
         print("".join(f"\n{item.text()}\n" for item in changes), end="")
         record = {**best.record(), "what_if": [vars(item) for item in changes]}
+    if fitted:
+        record["measured"] = fitted.as_dict()
     try:
         if options.png and not picture.draw(Path(options.png), best):
             raise SettingsError(
@@ -115,6 +131,13 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         raise SettingsError(f"mindspeed_dsa plan: --png or --json cannot be written ({error})") from error
     return 1 if best.verdict == plan.TOO_LARGE else 0
+
+
+def _check_spelling(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise an error for removed and misspelt flags of a job."""
+    removed = settings.way_out(word.partition("=")[0] for word in words if word.startswith("--"))
+    if wrong := [*removed, *flags.misspelt(words, [*parser._option_string_actions])]:
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(wrong)}")
 
 
 def _own_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -176,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--search", action="store_true", help="best layouts of --devices, whatever the flags' own layout")
     add("--best", type=int, default=5, metavar="N", help="layouts that --search prints; default: 5")
+    add("--measured", metavar="FILE", help="metrics.jsonl or JSON of a run, which calibrates the device")
     add("--png", metavar="FILE", help="picture of memory and time (needs matplotlib)")
     add("--json", metavar="FILE", help="everything, for other programs")
     return parser
