@@ -364,8 +364,11 @@ def attend_by_runs(
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])  # [s, b, heads * value_dim]
     topk_indices = tuple(indices for result in results for indices in result.topk_indices)
-    # One entry per run: runs without keys have none.
-    served = tuple(one for result in results for one in result.served or (None,))
+    # One entry per run, None for runs without keys. Empty without losses of other layers, which tells these
+    # layers that they have no loss.
+    served: tuple[ServedIndex | None, ...] = ()
+    if problem.serving is not None:
+        served = tuple(one for result in results for one in result.served or (None,))
     deliveries = tuple(one for result in results for one in result.deliveries)
     return Result(out, torch.stack(losses).sum() if losses else None, topk_indices, served, deliveries)
 

@@ -48,7 +48,7 @@ def parts_kept_apart() -> Iterator[list[int]]:
 
     Yields a list with the number of parts of each gathered key.
     """
-    from mindspeed_dsa.features.dsa import absorb, problem
+    from mindspeed_dsa.features.dsa import absorb, operands
     from mindspeed_dsa.features.dsa.kernel_hooks import shared_keys
     from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 
@@ -61,7 +61,7 @@ def parts_kept_apart() -> Iterator[list[int]]:
 
     with contextlib.ExitStack() as patches:
         # Every module that decides by device whether the parts stay apart.
-        for module in (problem, absorb, shared_keys):
+        for module in (operands, absorb, shared_keys):
             patches.enter_context(mock.patch.object(module, "keeps_parts_apart", return_value=True))
         patches.enter_context(mock.patch.object(KeyExchange, "hand_over", noting))
         yield gathered

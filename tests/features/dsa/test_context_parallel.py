@@ -14,6 +14,7 @@ CASES = "tests.features.dsa.cp_cases"
 FUSED = {"use_fused_dsa": True}
 PER_TOKEN = {"overrides": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": False}}
 RECOMPUTE = {"recompute_granularity": "selective"}
+SHARED, SERVED = {"dsa_indexer_topk_freq": 2}, {**FUSED, "dsa_indexer_loss_layers": "served"}
 FORMS = {
     "sparse loss": {},
     "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
@@ -24,6 +25,18 @@ FORMS = {
     "by run": {"by_run": True},
     "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
     "all keys of a run": {"overrides": {"dsa_indexer_topk": 16}, "by_run": True},
+    "shared by run": {"overrides": SHARED, "by_run": True},
+    "served by run": {"switches": SERVED, "overrides": SHARED, "by_run": True},
+    "served in backward by run": {
+        "switches": {**SERVED, "dsa_fuse_kl_in_backward": True},
+        "overrides": SHARED,
+        "by_run": True,
+    },
+    "served by run, all keys": {
+        "switches": SERVED,
+        "overrides": {**SHARED, "dsa_indexer_use_sparse_loss": False},
+        "by_run": True,
+    },
     "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
     "recomputed projections": {"overrides": {**RECOMPUTE, "recompute_modules": ["mla_up_proj"]}},
     "all recomputed": {
@@ -71,7 +84,9 @@ def same(result, expected) -> None:
     assert losses == pytest.approx([loss] * len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["sparse loss", "recomputed", "GLM's indexer without ReLU"])
+@pytest.mark.parametrize(
+    "form", ["sparse loss", "recomputed", "shared by run", "served by run", "GLM's indexer without ReLU"]
+)
 def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     same(step(pool, 2, form), step(pool, 1, form))
 
