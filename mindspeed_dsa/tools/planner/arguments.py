@@ -286,6 +286,8 @@ def model_of(options: argparse.Namespace) -> Model:
         expert_ffn=(options.moe_ffn_hidden_size or ffn) if experts else 0,
         shared_ffn=(options.moe_shared_expert_intermediate_size or 0) if experts else 0,
         router_topk=options.moe_router_topk if experts else 0,
+        router_groups=options.moe_router_num_groups or 0,
+        group_topk=options.moe_router_group_topk or 0,
         expert_bias=options.moe_router_enable_expert_bias,
         mtp=options.mtp_num_layers or 0,
     )
@@ -419,6 +421,7 @@ def training_of(options: argparse.Namespace) -> Training:
         full=full,
         full_group=group,
         modules=modules,
+        flex=options.moe_token_dispatcher_type == "flex",
         dropout=options.hidden_dropout > 0,
         attention_dropout=options.attention_dropout > 0,
         schedule=sizes,

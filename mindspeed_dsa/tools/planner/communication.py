@@ -2,7 +2,8 @@
 
 In an all-gather or reduce-scatter of ``B`` bytes in total over ``g`` ranks, each rank receives ``B (g - 1) /
 g`` bytes, and twice as much in an all-reduce. In an all-to-all of ``B`` bytes per rank, each rank receives
-``B (g - 1) / g``. Algorithms that send the same bytes twice need more.
+``B (g - 1) / g``. A dispatch is an all-to-all that sends a token once to each rank with some of its experts.
+Algorithms that send the same bytes twice need more.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Literal
 
 from mindspeed_dsa.tools.planner import layouts, sizes
 from mindspeed_dsa.tools.planner.job import Job, LayerKind
+from mindspeed_dsa.tools.planner.routing import copies
 from mindspeed_dsa.tools.planner.sizes import Weight
 
-Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "dispatch", "send"]
 FLOAT = 4
 
 
@@ -169,12 +171,16 @@ class _Rank:
         model, layout = self.model, self.layout
         # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
         rows = self.r * model.router_topk * self.job.imbalance
+        flex = self.job.training.flex
+        # 128 experts, topk 8, EP 8: a token's experts are on 5.3 of 8 ranks, so 5.3 copies are sent, not 8.
+        sent = self.r * self.job.imbalance * copies(*model.routing, layout.ep) if flex else rows
+        collective: Collective = "dispatch" if flex else "all-to-all"
         # EP 32: 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, and 31 / 32 leave the rank.
         share = (layout.ep - 1) / layout.ep
         for when in ("forward", "backward"):
             for what in ("dispatch", "combine"):
-                yield Transfer("EP", "all-to-all", what, rows * model.hidden * self.e * share, when)
-            yield Transfer("EP", "all-to-all", "probabilities", rows * FLOAT * share, when)
+                yield Transfer("EP", collective, what, sent * model.hidden * self.e * share, when)
+            yield Transfer("EP", collective, "probabilities", sent * FLOAT * share, when)
         if layout.etp > 1:
             gathered = rows * (layout.etp - 1)
             tokens = gathered * model.hidden

@@ -48,6 +48,8 @@ class Model:
         mtp: number of multi-token prediction layers.
         words: vocabulary size before padding; 0 if the padded size is fixed for all layouts.
         multiple: ``make_vocab_size_divisible_by``; times the TP size, it divides the padded size.
+        router_groups: number of the router's groups of experts; 0 without groups.
+        group_topk: number of groups that a token's experts come from.
     """
 
     layers: int
@@ -81,6 +83,8 @@ class Model:
     expert_ffn: int = 0
     shared_ffn: int = 0
     router_topk: int = 0
+    router_groups: int = 0
+    group_topk: int = 0
     expert_bias: bool = False
     mtp: int = 0
     words: int = 0
@@ -92,6 +96,11 @@ class Model:
         # `words` is 0 if the job fixes the padded size, which then stays.
         rows = math.ceil(self.words / step) * step or self.vocabulary
         return self if rows == self.vocabulary else replace(self, vocabulary=rows)
+
+    @property
+    def routing(self) -> tuple[int, int, int, int]:
+        """Numbers of experts, of a token's experts, of groups, and of a token's groups."""
+        return self.experts, self.router_topk, self.router_groups, self.group_topk
 
     @property
     def query_dim(self) -> int:
@@ -221,6 +230,7 @@ class Training:
         full_group: number of consecutive layers that are recomputed from one kept input.
         modules: modules of selective recomputation.
         flash: whether attention recomputes its probabilities in backward instead of keeping them.
+        flex: whether experts' tokens travel once per rank (``--moe-token-dispatcher-type flex``).
         dropout: whether embedding and outputs of attention and MLP have dropout.
         attention_dropout: whether attention's probabilities have dropout.
         grad_half: whether gradient buffers have 2-byte instead of 4-byte elements.
@@ -243,6 +253,7 @@ class Training:
     full: int = 0
     full_group: int = 1
     modules: tuple[str, ...] = ()
+    flex: bool = False
     dropout: bool = False
     attention_dropout: bool = False
     schedule: tuple[int, ...] = ()

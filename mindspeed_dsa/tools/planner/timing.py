@@ -12,6 +12,7 @@ from mindspeed_dsa.tools.planner import schedules, work
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.links import seconds
 from mindspeed_dsa.tools.planner.memory import RankMemory
 
 CHUNKED = 0.75
@@ -61,39 +62,6 @@ class StepTime:
     def limit(self) -> str:
         """Name of the part of the step that takes longest."""
         return max(self.parts, key=lambda part: self.parts[part])
-
-
-def strides(job: Job) -> dict[str, tuple[int, int]]:
-    """Return a dict from process group to size and rank stride, for Megatron's order tp-cp-ep-dp-pp."""
-    layout = job.layout
-    inner = layout.tp * layout.cp
-    return {
-        "TP": (layout.tp, 1),
-        "CP": (layout.cp, layout.tp),
-        "DP": (layout.replicas, layout.tp),
-        "FSDP": (job.shards, layout.tp),
-        "PP": (layout.pp, inner * layout.dp),
-        "ETP": (layout.etp, 1),
-        "EP": (layout.ep, layout.etp),
-        "EDP": (layout.expert_replicas, layout.etp * layout.ep),
-        "EFSDP": (job.expert_shards, layout.etp * layout.ep),
-        "embedding": (2, inner * layout.dp * max(1, layout.pp - 1)),
-    }
-
-
-def seconds(job: Job, device: Device, transfer: Transfer) -> float:
-    """Return the time of a transfer if no other transfer uses its links."""
-    ranks, stride = strides(job)[transfer.group]
-    # TP 8 with stride 1 is inside a node of 8; DP with stride 8 has only one rank per node.
-    inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
-    if inside >= ranks:
-        return transfer.nbytes / (device.link * 1e9)
-    if transfer.collective == "all-to-all" and ranks > 1:
-        # An all-to-all uses both links at once: EP 16 on nodes of 8 sends 8 / 15 of its bytes over the
-        # network.
-        outside = (ranks - inside) / (ranks - 1)
-        return transfer.nbytes * max(outside / device.network, (1 - outside) / device.link) / 1e9
-    return transfer.nbytes / (device.network * 1e9)
 
 
 def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -1,0 +1,42 @@
+"""Number of ranks or nodes to which a router sends a token.
+
+Megatron's flex dispatchers (DeepEP, HybridEP) send a token once to each node with some of its experts, and
+there once to each rank. The all-to-all dispatcher sends one copy for each expert.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import comb
+
+
+@lru_cache(maxsize=1024)
+def copies(experts: int, topk: int, groups: int, group_topk: int, parts: int) -> float:
+    """Return the mean number of different parts with experts of a token, for random routing.
+
+    Args:
+        experts: number of experts, divided evenly over the parts in their order.
+        topk: number of a token's experts.
+        groups: number of the router's groups, each a range of experts; 1 or less for no groups.
+        group_topk: number of groups that a token's experts come from.
+        parts: number of ranks or nodes.
+    """
+    if parts <= 1:
+        return float(parts)
+    groups = groups if groups > 1 and 0 < group_topk < groups else 1
+    chosen = group_topk if groups > 1 else 1
+    # Experts of one part that lie in one of its groups.
+    held = min(experts // parts, experts // groups)
+    ours = max(1, groups // parts)
+    missed = 0.0
+    for number in range(min(ours, chosen) + 1):
+        # A node with 2 of 8 groups has 0, 1 or 2 of a token's 4 groups.
+        among = comb(ours, number) * comb(groups - ours, chosen - number) / comb(groups, chosen)
+        missed += among * _all_elsewhere(chosen * experts // groups, number * held, topk)
+    return parts * (1 - missed)
+
+
+def _all_elsewhere(candidates: int, own: int, topk: int) -> float:
+    """Return the probability that none of ``topk`` different experts is one of a part's own."""
+    topk = min(topk, candidates)
+    return comb(candidates - own, topk) / comb(candidates, topk)
