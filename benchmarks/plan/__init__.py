@@ -65,7 +65,7 @@ def compared(names: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def _errors(name: str, counted: Sequence[dict[str, Any]]) -> dict[str, float]:
-    job = arguments.job_of(["pretrain_dsa.py", *flags_of(name)], RANKS)
+    job = arguments.job_of(["pretrain_dsa.py", *flags_of(name)], RANKS, imbalance=1.0)
     ranks = memory.of_job(job, 0.0)
     transfers = communication.of_job(job)
     worst = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "bytes", "other"), 0.0)

@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         kind = int if name == "node" else float
         add(f"--device-{name}", type=kind, metavar="X", help=f"{help}; default: the device's")
     add("--config", metavar="FILE", help=f"config.json with the model's sizes, or {', '.join(configs.KNOWN)}")
-    add("--imbalance", type=float, default=1.0, metavar="X", help="fullest rank's tokens over the mean")
+    add("--imbalance", type=float, metavar="X", help="fullest rank's tokens over the mean; default: usual")
     add(
         "--allocator", type=float, default=plan.ALLOCATOR, metavar="SHARE", help="that it adds; default: 0.05"
     )

@@ -16,7 +16,14 @@ from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import configs, flags, layouts
-from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Model, Sharding, Training
+from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
+from mindspeed_dsa.tools.planner.routing import IMBALANCES, balancing_of
+from mindspeed_dsa.tools.planner.training_arguments import (
+    batch_sizes,
+    features_of,
+    sharding_of,
+    training_of,
+)
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads")
 _STEP = ("seq_length", "micro_batch_size")
@@ -27,7 +34,7 @@ def job_of(
     argv: Sequence[str],
     devices: int | None = None,
     config_file: str | None = None,
-    imbalance: float = 1.0,
+    imbalance: float | None = None,
     any_layout: bool = False,
 ) -> Job:
     """Build a job from its command line, whose first word may be its script.
@@ -36,7 +43,8 @@ def job_of(
         argv: command line of ``pretrain_gpt.py`` or of the example job.
         devices: number of devices; by default the smallest number that the layout needs.
         config_file: name or path of a ``config.json`` with the model's sizes.
-        imbalance: number of tokens on the rank with the most expert tokens, over the mean of all ranks.
+        imbalance: number of tokens on the rank with the most expert tokens, over the mean of all ranks; by
+            default the usual number of the job's kind of balancing.
         any_layout: whether a search will choose the layout. The result then has an unchecked layout with data
             parallelism only.
 
@@ -65,18 +73,20 @@ def job_of(
         layout = layouts.placed(wanted, devices)
     if training.batch == 0:
         training = _with_batch(training, training.micro * layout.dp)
-    sharding = _sharding_of(options)
+    sharding = sharding_of(options)
     features, notes = features_of(options), _notes(options, unknown)
-    job = Job(model, layout, training, features, imbalance, sharding, notes)
+    balancing = balancing_of(options)
+    skew = IMBALANCES[balancing] if imbalance is None else imbalance
+    job = Job(model, layout, training, features, skew, sharding, notes, "" if imbalance else balancing)
     if not any_layout:
         layouts.check(job, any_number=devices is None)
     return job
 
 
-def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: float) -> None:
+def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: float | None) -> None:
     if devices is not None and devices < 1:
         raise SettingsError(f"mindspeed_dsa plan: --devices {devices}: a job has 1 device or more")
-    if not 1.0 <= imbalance < math.inf:
+    if imbalance is not None and not 1.0 <= imbalance < math.inf:
         raise SettingsError(
             f"mindspeed_dsa plan: --imbalance {imbalance:g}: a maximum over its mean is 1 or more"
         )
@@ -222,10 +232,14 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
         )
     if options.delay_wgrad_compute and not options.splits_backward:
         notes.append("weight gradients that Transformer Engine's layers keep are NOT planned")
-    if sizes := _sizes_of(options):
+    if sizes := batch_sizes(options):
         notes.append(f"steps have {', '.join(map(str, sizes))} samples; planned are those of {max(sizes)}")
     elif options.global_batch_size is None:
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
+    if options.fp8:
+        notes.append(
+            "fp8 shortens a step by the factor that published jobs gained; memory is planned for bf16"
+        )
     if options.transformer_impl != "local":
         notes.append("Transformer Engine's modules are assumed to keep what fused kernels need")
     return tuple(notes)
@@ -385,117 +399,3 @@ def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
             f"mindspeed_dsa plan: {LAYOUT} has {len(stages)} chunks, no multiple of the {pp} pipeline ranks"
         )
     return stages
-
-
-def training_of(options: argparse.Namespace) -> Training:
-    """Return the settings for batch sizes, precisions and Megatron's own recomputation."""
-    engine, sizes = options.transformer_impl == "transformer_engine", _sizes_of(options)
-    selective = options.recompute_activations or options.recompute_granularity == "selective"
-    modules = tuple(options.recompute_modules or ["core_attn"]) if selective else ()
-    full, group = 0, 1
-    if options.recompute_granularity == "full":
-        number = options.recompute_num_layers or 1
-        uniform = options.recompute_method != "block"
-        pairs = options.moe_fb_overlap  # in pairs, every layer keeps its own input
-        full, group = (-1, 1 if pairs else number) if uniform else (number, 1)
-    bf16 = options.bf16 or options.fp16
-    reduced_in_bf16 = (
-        options.fsdp2_reduce_dtype == "bf16" if options.use_torch_fsdp2 else options.grad_reduce_in_bf16
-    )
-    return Training(
-        sequence=options.seq_length,
-        micro=options.micro_batch_size,
-        batch=max(sizes, default=options.global_batch_size or 0),
-        bf16=bf16,
-        # Megatron reduces gradients in fp32 by default for bf16, but not for fp16.
-        grad_half=(options.bf16 and reduced_in_bf16)
-        or (options.fp16 and not options.accumulate_allreduce_grads_in_fp32),
-        distributed=options.use_distributed_optimizer,
-        adam=options.optimizer == "adam",
-        overlap_grad=options.overlap_grad_reduce,
-        overlap_param=options.overlap_param_gather,
-        kernels=engine,
-        fused_glu=options.bias_swiglu_fusion,
-        flash=engine or options.use_flash_attn or options.multi_latent_attention,
-        grouped=options.moe_grouped_gemm,
-        full=full,
-        full_group=group,
-        modules=modules,
-        flex=options.moe_token_dispatcher_type == "flex",
-        dropout=options.hidden_dropout > 0,
-        attention_dropout=options.attention_dropout > 0,
-        schedule=sizes,
-    )
-
-
-def _sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return the batch sizes of ``--step-batch-size-schedule``; empty without it."""
-    schedule = options.step_batch_size_schedule
-    return tuple(size for _, size in entries_of(schedule)) if schedule else ()
-
-
-def _sharding_of(options: argparse.Namespace) -> Sharding | None:
-    if not options.use_torch_fsdp2:
-        return None
-    prefetch = 1 if options.fsdp2_prefetch is None else options.fsdp2_prefetch
-    return Sharding(options.fsdp2_sharding_size or 0, prefetch, bool(options.fsdp2_shard_experts))
-
-
-def _gib(word: str) -> float:
-    try:
-        return math.inf if word == "all" else float(word)
-    except ValueError:
-        raise SettingsError(
-            f"mindspeed_dsa plan: --virtual-optimizer {word}: give all, or GiB of each pipeline rank"
-        ) from None
-
-
-def features_of(options: argparse.Namespace) -> Features:
-    """Return the values of this library's flags that change a plan."""
-    fused = options.use_fused_dsa and options.experimental_attention_variant == "dsa"
-
-    def part(value: bool | None) -> bool:
-        return fused if value is None else bool(value)
-
-    virtual = options.virtual_optimizer or ()
-    loss = options.fused_linear_cross_entropy_gradient if options.fused_linear_cross_entropy else ""
-    least = options.swap_attention_min_bytes
-    return Features(
-        fused=fused,
-        absorb=part(options.use_dsa_absorb),
-        by_length=options.use_dsa_absorb is not True,
-        indexer=part(options.use_fused_lightning_indexer),
-        attention=part(options.use_fused_sparse_flash_attention),
-        kl_loss=part(options.use_fused_lightning_indexer_kl_loss),
-        reuse=options.reuse_fp32_param,
-        swap_optimizer=options.swap_optimizer,
-        swap_parts=int(options.swap_optimizer_times or 16),
-        virtual=tuple(_gib(str(word)) for word in virtual),
-        recompute_norm=options.recompute_norm,
-        norm_layers=options.recompute_norm_num_layers,
-        recompute_act=options.recompute_activation_function,
-        act_layers=options.recompute_activation_function_num_layers,
-        swap_attention=bool(options.swap_attention),
-        swap_auto=options.swap_attention == "auto",
-        swap_bytes=math.inf if options.swap_attention_bytes is None else options.swap_attention_bytes,
-        swap_layers=options.swap_attention_num_layers,
-        swap_modules=tuple(str(options.swap_modules or "self_attention").split(",")),
-        swap_least=2**20 if least is None else int(least),
-        permute_fusion=options.moe_permute_fusion,
-        alltoall_overlap=options.moe_alltoall_overlap_comm,
-        pairs=options.moe_fb_overlap or options.overlap_moe_expert_parallel_comm,
-        split=options.splits_backward,
-        waiting=options.split_backward_waiting,
-        batch_overlap=options.moe_batch_overlap,
-        coc=options.use_ascend_coc or options.use_ascend_mc2,
-        sp_tp_sp=options.mla_sp_tp_sp,
-        balanced=options.balanced_moe_experts,
-        keep_gathered=options.cp_keep_gathered,
-        warmup_stage=options.dsa_stage == "warmup",
-        chunked_loss=loss,
-        ahead="in bubbles"
-        if options.recompute_in_bubble
-        else "in advance"
-        if options.recompute_in_advance
-        else "",
-    )

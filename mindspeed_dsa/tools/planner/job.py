@@ -231,6 +231,10 @@ class Training:
         modules: modules of selective recomputation.
         flash: whether attention recomputes its probabilities in backward instead of keeping them.
         flex: whether experts' tokens travel once per rank (``--moe-token-dispatcher-type flex``).
+        masters: bytes of a parameter's master weight, if weights are in bf16.
+        moments: bytes of a parameter's two moments.
+        graphs: whether CUDA graphs launch kernels.
+        fp8: whether matrix products are in fp8.
         dropout: whether embedding and outputs of attention and MLP have dropout.
         attention_dropout: whether attention's probabilities have dropout.
         grad_half: whether gradient buffers have 2-byte instead of 4-byte elements.
@@ -254,6 +258,10 @@ class Training:
     full_group: int = 1
     modules: tuple[str, ...] = ()
     flex: bool = False
+    masters: int = 4
+    moments: int = 8
+    graphs: bool = False
+    fp8: bool = False
     dropout: bool = False
     attention_dropout: bool = False
     schedule: tuple[int, ...] = ()
@@ -357,9 +365,10 @@ class Job:
     """Job to plan.
 
     Attributes:
-        imbalance: number of tokens on the rank with the most expert tokens, over the mean of all ranks.
+        imbalance: number of tokens on the expert parallel rank with the most tokens, over the mean of all.
         sharding: FSDP settings; None without FSDP.
         notes: remarks on effects that the plan ignores.
+        balancing: kind of balancing that the imbalance is usual for; empty if the imbalance was given.
     """
 
     model: Model
@@ -369,6 +378,12 @@ class Job:
     imbalance: float = 1.0
     sharding: Sharding | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+    balancing: str = field(default="", compare=False)
+
+    @property
+    def skew(self) -> float:
+        """Imbalance of the layout: 1 if each rank has all experts."""
+        return self.imbalance if self.layout.ep > 1 else 1.0
 
     @property
     def microbatches(self) -> int:

@@ -257,9 +257,16 @@ def _assumptions(plan: Plan) -> str:
             f"  {device.link:g} GB/s between {device.node} devices, {device.network:g} GB/s beyond, "
             f"{device.host:g} GB/s to the host, {device.hbm:g} GB/s of memory; no latencies"
         ),
-        f"  tokens of the fullest rank's experts over the mean: {job.imbalance:g}",
+        f"  tokens of the fullest rank's experts over the mean: {job.skew:g}{_balancing(job)}",
     ]
     return "\n".join([*lines, *notes(job.notes)])
+
+
+def _balancing(job: Job) -> str:
+    """Return text on the source of the imbalance that was not given."""
+    if not job.balancing or job.layout.ep == 1:
+        return ""
+    return f", usual with {job.balancing}; --imbalance replaces it"
 
 
 def notes(said: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Number of ranks or nodes to which a router sends a token.
+"""Imbalance of routed tokens, and the number of ranks or nodes to which a router sends a token.
 
 Megatron's flex dispatchers (DeepEP, HybridEP) send a token once to each node with some of its experts, and
 there once to each rank. The all-to-all dispatcher sends one copy for each expert.
@@ -6,8 +6,28 @@ there once to each rank. The all-to-all dispatcher sends one copy for each exper
 
 from __future__ import annotations
 
+import argparse
 from functools import lru_cache
 from math import comb
+
+FORCED, BIASED, FEW, LOSS = "forced balance", "expert bias", "few experts", "auxiliary loss or none"
+IMBALANCES = {FORCED: 1.0, BIASED: 1.1, FEW: 1.05, LOSS: 1.45}
+"""Tokens on the fullest expert parallel rank over the mean of all ranks, by kind of balancing.
+
+Times of published jobs with natural routing and with forced balance give 1.41 to 1.48 in five pairs of runs
+with 128 experts and an auxiliary loss, and 1.05 in one pair with 8 experts. 1.1 with an expert bias is from a
+single run.
+"""
+_FEW = 8
+
+
+def balancing_of(options: argparse.Namespace) -> str:
+    """Return the kind of balancing of a job, a key of :data:`IMBALANCES`."""
+    if options.moe_router_force_load_balancing or not options.num_experts:
+        return FORCED
+    if options.moe_router_enable_expert_bias or options.balanced_moe_experts:
+        return BIASED
+    return FEW if options.num_experts <= _FEW else LOSS
 
 
 @lru_cache(maxsize=1024)

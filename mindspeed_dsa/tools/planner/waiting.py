@@ -64,7 +64,7 @@ class _Numbers:
             yield from self._mlp(model.shared_ffn)
         # --moe-alltoall-overlap-comm computes the experts' weight gradients in backward, to hide transfers.
         if not self.job.features.alltoall_overlap:
-            received = self.r * model.router_topk * self.job.layout.etp * self.job.imbalance
+            received = self.r * model.router_topk * self.job.layout.etp * self.job.skew
             yield received * (2 * model.hidden + self._widths * model.expert_ffn / self.job.layout.etp)
 
     @property
