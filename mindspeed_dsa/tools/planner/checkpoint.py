@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from mindspeed_dsa.features.dsa.model.feature import fill_arguments
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import arguments, flags, sizes
-from mindspeed_dsa.tools.planner.memory import MASTER, MOMENTS
 
+MASTER, MOMENTS = 4, 8
+"""Bytes per parameter of master weight and of two moments, in fp32."""
 _WITHOUT_OPTIMIZER = "--no-save-optim"
 
 

@@ -14,8 +14,8 @@ from mindspeed_dsa.tools.planner.job import Job, LayerKind, Layout, Model
 from mindspeed_dsa.tools.planner.sizes import Weight
 
 GIB = 2**30
-MASTER, MOMENTS, BOTH_COPIES = 4, 8, 2
-"""Bytes per parameter: fp32 master weight, two fp32 moments, bf16 copy saved by ``--reuse-fp32-param``."""
+BOTH_COPIES = 2
+"""Bytes per parameter that ``--reuse-fp32-param`` saves: the bf16 copy."""
 WAITING = "waiting weight gradients"
 STAGING = 36
 """Bytes per parameter in ``--swap-optimizer``'s staging, over its N parts: 3 buffers x (4 + 8) bytes."""
@@ -39,7 +39,7 @@ class RankMemory:
         allocator: assumed overhead of the allocator.
         written: bytes that the forwards of one microbatch write, kept or not.
         swapped: bytes of one microbatch that are swapped to the host.
-        repeated: bytes of one microbatch that recomputed norms and activation functions write again.
+        repeated: bytes of one microbatch that recomputation writes again.
     """
 
     rank: int
@@ -206,9 +206,9 @@ def _rank(
     layout, training, features = job.layout, job.training, job.features
     numbers, dense, experts = weights.all, weights.dense, weights.experts
     share = _share(job, dense, experts)
-    masters = MASTER * share if training.bf16 else 0.0
+    masters = training.masters * share if training.bf16 else 0.0
     # SGD keeps one momentum instead of two moments.
-    moments = (MOMENTS if training.adam else MOMENTS / 2) * share
+    moments = training.moments * (1.0 if training.adam else 0.5) * share
     host = 0.0
     if features.swap_optimizer:
         host, masters, moments = masters + moments, 0.0, 0.0
@@ -225,11 +225,13 @@ def _rank(
     per_chunk = [_chunk(job, rank, chunk, held, kinds) for chunk in range(layout.vpp)]
     of_forwards = [sum(each.values()) for each in per_chunk]
     operands = [waiting.of_chunk(job, rank, *each) for each in enumerate(held)]
-    peak = schedules.peak(job, rank, of_forwards, operands)
+    peak = schedules.peak(job, rank, of_forwards, operands, [len(chunk) for chunk in held])
     kept: dict[str, float] = {}
     for count, parts in zip(peak.open, per_chunk, strict=True):
         for part, nbytes in parts.items():
             kept[part] = kept.get(part, 0.0) + count * nbytes
+    if peak.pairs:
+        kept["layer of both passes"] = peak.pairs
     if any(peak.waiting):
         kept[WAITING] = sum(map(operator.mul, peak.waiting, operands))
     if messages := _messages(job, rank):
@@ -279,10 +281,12 @@ def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
         for place, number in enumerate(layers):
             kind, which = job.model.kinds[number], choice[chunk, place]
             traffic["written"] += kinds.written(kind)
-            if not _is_full(job, place):
-                traffic["swapped"] += kinds.attention(kind) * which.swap
-                tags = ("norm",) * which.norm + ("act",) * which.act
-                traffic["repeated"] += kinds.written(kind, *tags) if tags else 0.0
+            if _is_full(job, place):
+                traffic["repeated"] += kinds.written(kind)
+                continue
+            traffic["swapped"] += kinds.attention(kind) * which.swap
+            tags = ("norm",) * which.norm + ("act",) * which.act + job.training.modules
+            traffic["repeated"] += kinds.written(kind, *tags) if tags else 0.0
     return traffic
 
 
@@ -405,7 +409,7 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
     sizes: dict[str, float] = {}
     widest = model.ffn / layout.tp * tokens
     if model.experts:
-        received = rows * model.router_topk * layout.etp * job.imbalance
+        received = rows * model.router_topk * layout.etp * job.skew
         widest = max(widest, received * model.expert_ffn / layout.etp)
         sizes["dispatched tokens"] = 2 * received * model.hidden * number
     sizes["gradients of an MLP"] = (3 if model.gated else 2) * widest * number

@@ -83,27 +83,36 @@ class Peak(NamedTuple):
         open: number of microbatches after forward and before backward, by chunk.
         waiting: number of microbatches after backward with deferred weight gradients, by chunk.
         nbytes: bytes of the held tensors.
+        pairs: bytes of these that a pair's two passes hold together in one layer.
     """
 
     open: tuple[int, ...]
     waiting: tuple[int, ...]
     nbytes: float
+    pairs: float = 0.0
 
 
-def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) -> Peak:
+def peak(
+    job: Job, rank: int, kept: Sequence[float], operands: Sequence[float], layers: Sequence[int]
+) -> Peak:
     """Return the memory peak over a rank's forwards, backwards and weight gradients.
+
+    In a pair, the backward frees a layer while the forward fills another: both together hold one layer more
+    than before or after them.
 
     Args:
         job: planned job.
         rank: pipeline rank.
         kept: bytes of activations per microbatch, by chunk.
         operands: bytes of tensors for the deferred weight gradients per microbatch, by chunk.
+        layers: number of layers, by chunk.
     """
     events = schedule(job, _enough(job)).ranks[rank]
     later = {(each.chunk, each.microbatch) for each in events if each.kind is Kind.WEIGHT}
     chunks = range(job.layout.vpp)
     open_now, waiting = [0 for _ in chunks], [0 for _ in chunks]
-    best = Peak(tuple(open_now), tuple(waiting), 0.0)
+    best = last = Peak(tuple(open_now), tuple(waiting), 0.0)
+    shared = 0.0
     for event in events:
         chunk, backward = event.chunk, event.kind is Kind.BACKWARD
         open_now[chunk] += (event.kind is Kind.FORWARD) - backward
@@ -111,9 +120,19 @@ def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) 
         # split.
         left = backward and (chunk, event.microbatch) in later
         waiting[chunk] += left - (event.kind is Kind.WEIGHT)
-        now = sum(open_now[index] * kept[index] + waiting[index] * operands[index] for index in chunks)
-        if now > best.nbytes:
-            best = Peak(tuple(open_now), tuple(waiting), now)
+        nbytes = sum(open_now[index] * kept[index] + waiting[index] * operands[index] for index in chunks)
+        now, both = Peak(tuple(open_now), tuple(waiting), nbytes), 0.0
+        if event.pair is not None:
+            if not backward:
+                shared = kept[chunk] / max(1, layers[chunk])
+                continue
+            both, before = shared, last
+            last = now
+            now = max(before, now, key=lambda each: each.nbytes)
+        else:
+            last = now
+        if now.nbytes + both > best.nbytes:
+            best = now._replace(nbytes=now.nbytes + both, pairs=both)
     return best
 
 
