@@ -69,16 +69,16 @@ class _Rank:
         for kind, times in kinds.items():
             for transfer in self._layer(kind):
                 yield _times(transfer, count * times)
-        for kind, times in self._recomputed_layers().items():
+        whole = self._recomputed_layers()
+        for kind, times in kinds.items():
+            for transfer in self._recomputed_modules(kind):
+                if transfer.when == "forward":
+                    again = replace(transfer, what=f"{transfer.what}, recomputed", when="backward")
+                    yield _times(again, count * (times - whole[kind]))
+        for kind, times in whole.items():
             for transfer in self._layer(kind):
                 if transfer.when == "forward":
-                    again = Transfer(
-                        transfer.group,
-                        transfer.collective,
-                        f"{transfer.what}, recomputed",
-                        transfer.nbytes,
-                        "backward",
-                    )
+                    again = replace(transfer, what=f"{transfer.what}, recomputed", when="backward")
                     yield _times(again, count * times)
         for transfer in (*self._ends(), *self._pipeline(), *self._shards()):
             yield _times(transfer, count)
@@ -92,6 +92,19 @@ class _Rank:
             for place, number in enumerate(chunk)
             if full < 0 or place < full
         )
+
+    def _recomputed_modules(self, kind: LayerKind) -> Iterator[Transfer]:
+        """Yield the transfers of a layer's modules that selective recomputation repeats."""
+        modules = set(self.job.training.modules)
+        if kind.experts and "moe" in modules:
+            yield from self._experts()
+        shared = kind.experts and self.model.shared_ffn and modules & {"moe", "shared_experts"}
+        if self.layout.tp > 1 and (shared or (not kind.experts and "mlp" in modules)):
+            yield from self._mlp("shared experts" if kind.experts else "dense MLP")
+
+    def _mlp(self, part: str) -> Iterator[Transfer]:
+        yield from self._column(part, self.model.hidden)
+        yield from self._row(part, self.model.hidden)
 
     # -- tensor parallel group ----------------------------------------------------------------
 
@@ -126,11 +139,9 @@ class _Rank:
         if self.layout.tp > 1:
             yield from self._attention(kind)
             if not kind.experts:
-                yield from self._column("dense MLP", self.model.hidden)
-                yield from self._row("dense MLP", self.model.hidden)
+                yield from self._mlp("dense MLP")
             elif self.model.shared_ffn:
-                yield from self._column("shared experts", self.model.hidden)
-                yield from self._row("shared experts", self.model.hidden)
+                yield from self._mlp("shared experts")
         if kind.experts:
             yield from self._experts()
         yield from self._context(kind)
@@ -170,10 +181,10 @@ class _Rank:
     def _experts(self) -> Iterator[Transfer]:
         model, layout = self.model, self.layout
         # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
-        rows = self.r * model.router_topk * self.job.imbalance
+        rows = self.r * model.router_topk * self.job.skew
         flex = self.job.training.flex
         # 128 experts, topk 8, EP 8: a token's experts are on 5.3 of 8 ranks, so 5.3 copies are sent, not 8.
-        sent = self.r * self.job.imbalance * copies(*model.routing, layout.ep) if flex else rows
+        sent = self.r * self.job.skew * copies(*model.routing, layout.ep) if flex else rows
         collective: Collective = "dispatch" if flex else "all-to-all"
         # EP 32: 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, and 31 / 32 leave the rank.
         share = (layout.ep - 1) / layout.ep

@@ -24,9 +24,18 @@ class Device:
         host: GB/s between device and host.
         host_memory: assumed GiB of a node's host.
         host_devices: number of devices that share the host.
-        matmul: share of ``tflops`` that large matrix products reach.
+        matmul: share of ``tflops`` that matrix products reach, beside the time to move their bytes.
         attention: share of ``tflops`` that attention reaches.
         sparse: share of ``tflops`` that sparse attention and indexer reach.
+        moving: share of ``hbm`` that kernels reach.
+        linking: share of ``link`` that collectives reach.
+        networking: share of ``network`` that collectives reach.
+        host_experts: milliseconds in which the host launches forward and backward of a layer with experts.
+        host_dense: the same for a dense layer.
+        host_graphs: share of these times with CUDA graphs.
+        gap: milliseconds in which the device waits in a layer with experts, forward and backward.
+        behind_pairs: share of experts' transfers that paired passes hide.
+        fp8: factor by which fp8 shortens a step.
         reserve: GiB for the device context and collectives.
     """
 
@@ -40,9 +49,18 @@ class Device:
     host: float
     host_memory: float
     host_devices: int = 8
-    matmul: float = 0.6
-    attention: float = 0.5
+    matmul: float = 0.66
+    attention: float = 0.55
     sparse: float = 0.35
+    moving: float = 0.65
+    linking: float = 0.7
+    networking: float = 0.8
+    host_experts: float = 9.0
+    host_dense: float = 2.0
+    host_graphs: float = 0.65
+    gap: float = 0.6
+    behind_pairs: float = 0.5
+    fp8: float = 1.15
     reserve: float = 3.0
 
 
@@ -57,7 +75,9 @@ DEVICES = {
         # One of the two dies of a 128 GB card. A supernode links 384 cards = 768 dies; a host has 8 cards.
         Device("a3", 61.0, 376, 1600, 768, 196, 25, 50, 2048, 16),
         # The CPU shares the host's memory, and no device context takes a part of it.
-        Device("cpu", 64, 0.2, 20, 1, 1, 1, 10, 64, 1, reserve=0.0),
+        Device(
+            "cpu", 64, 0.2, 20, 1, 1, 1, 10, 64, 1, host_experts=0.0, host_dense=0.0, gap=0.0, reserve=0.0
+        ),
     )
 }
 """Dict from the name for ``--device`` to the device."""

@@ -36,7 +36,7 @@ def seconds(job: Job, device: Device, transfer: Transfer) -> float:
     ranks, stride = strides(job)[transfer.group]
     # TP 8 with stride 1 is inside a node of 8; DP with stride 8 has only one rank per node.
     inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
-    link, network = device.link * 1e9, device.network * 1e9
+    link, network = device.link * device.linking * 1e9, device.network * device.networking * 1e9
     if inside >= ranks:
         return transfer.nbytes / link
     if transfer.collective == "all-to-all":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mindspeed_dsa.features.memory.swap_attention.feature import MARGIN
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.simulate import simulate
-from mindspeed_dsa.tools.planner import schedules, work
+from mindspeed_dsa.tools.planner import layouts, schedules, work
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Job
@@ -21,8 +21,12 @@ HALVES = 0.5
 """Share of dispatch and combine hidden by ``--moe-batch-overlap``: one half of the batch's."""
 PASSES = 3
 """Passes of memory-bound operations over the kept activations: one write and two reads."""
+FORWARD_LAUNCHES = 0.4
+"""Share of a layer's launches in its forward: 5.4 to 7.1 of 14 to 18 ms of one layer in Megatron's CI."""
 STEP_PASSES = {True: 32, False: 28}
 """Bytes per parameter that Adam reads and writes, with bf16 weights and fp32 masters, and with fp32 only."""
+FP32_STATE = 12
+"""Bytes per parameter of master weight and moments in fp32."""
 SIMULATED = 3000
 """Largest number of simulated events. Further microbatches are added at the steady rate."""
 
@@ -69,18 +73,52 @@ def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, 
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for item in work.chunk(job, rank, chunk):
-        # The slower of computing and reading memory; backward reads and writes twice as many bytes.
-        rate = device.tflops * 1e12 * getattr(device, item.kind)
-        moving = item.moved / (device.hbm * 1e9)
-        forward[item.part] = forward.get(item.part, 0.0) + max(item.forward / rate, moving)
-        backward[item.part] = backward.get(item.part, 0.0) + max(item.backward / rate, 2 * moving)
+        forward[item.part] = forward.get(item.part, 0.0) + spent(device, item, item.forward, item.moved)
+        behind = spent(device, item, item.backward, item.moved_back)
+        backward[item.part] = backward.get(item.part, 0.0) + behind
     return forward, backward
+
+
+def spent(device: Device, item: work.Work, flops: float, moved: float) -> float:
+    """Return the seconds of FLOPs and moved bytes: their sum, or the larger for sparse attention."""
+    share: float = getattr(device, item.kind)
+    computing = flops / (device.tflops * 1e12 * share)
+    moving = moved / (device.hbm * 1e9 * device.moving)
+    return max(computing, moving) if item.kind == "sparse" else computing + moving
+
+
+def recomputation(job: Job, device: Device, rank: int, chunk: int) -> float:
+    """Return the seconds of a microbatch's recomputed work in a chunk's backward."""
+    items = work.repeated(job, rank, chunk)
+    return sum(spent(device, item, item.forward, item.moved) for item in items)
+
+
+def launched(job: Job, device: Device, rank: int, chunk: int) -> tuple[float, float]:
+    """Return the seconds in which the host launches a chunk's passes of a microbatch, and the device's gaps.
+
+    The host launches forward and backward, with full recomputation (of a layer, or of its experts) a forward
+    more. Gaps are waits of the device between kernels of a layer with experts.
+    """
+    training, model = job.training, job.model
+    held = layouts.chunks(job.layout, model)[rank][chunk]
+    layers = [
+        (model.kinds[number].experts, training.full < 0 or place < training.full)
+        for place, number in enumerate(held)
+    ]
+    if job.layout.ends(rank, chunk):
+        layers += [(kind.experts, training.full < 0) for kind in model.mtp_kinds]
+    host = gaps = 0.0
+    for experts, whole in layers:
+        again = FORWARD_LAUNCHES * (whole or (experts and "moe" in training.modules))
+        host += (1 + again) * (device.host_experts if experts else device.host_dense) / 1e3
+        gaps += experts * device.gap / 1e3
+    return host * (device.host_graphs if training.graphs else 1.0), gaps
 
 
 def weight_gradients(job: Job, device: Device, rank: int, chunk: int) -> float:
     """Return the seconds of a microbatch's weight gradients that a split backward defers."""
-    weights = sum(each.weights for each in work.chunk(job, rank, chunk))
-    return weights / (device.tflops * 1e12 * device.matmul)
+    items = work.chunk(job, rank, chunk) if job.features.split else []
+    return sum(spent(device, item, item.weights, item.moved_weights) for item in items if item.weights)
 
 
 def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tuple[float, ...]:
@@ -145,6 +183,9 @@ class Estimate:
         for name, value in busiest[2].items():
             parts[name] = parts.get(name, 0.0) + value
         total = running + ends
+        if self.job.training.fp8:
+            total /= self.device.fp8
+            parts = {name: value / self.device.fp8 for name, value in parts.items()}
         rest = total - sum(parts.values())
         if rest > 1e-9 * total:
             parts["end of the step, other ranks"] = rest
@@ -158,15 +199,14 @@ class Estimate:
         parts: dict[str, float] = {}
         stages: list[Stage] = []
         computed = [compute(job, self.device, rank, chunk) for chunk in range(layout.vpp)]
-        repeated = self._recompute_share(rank)
-        sums = {"forward": 0.0, "backward": 0.0}
+        repeated = [recomputation(job, self.device, rank, chunk) for chunk in range(layout.vpp)]
+        sums = {"forward": 0.0, "backward": sum(repeated)}
+        parts["recomputed"] = count * sum(repeated)
         for forward, backward in computed:
             for part, value in forward.items():
                 parts[part] = parts.get(part, 0.0) + count * (value + backward[part])
-                if repeated:
-                    parts["recomputed"] = parts.get("recomputed", 0.0) + count * value * repeated
             sums["forward"] += sum(forward.values())
-            sums["backward"] += sum(backward.values()) + sum(forward.values()) * repeated
+            sums["backward"] += sum(backward.values())
         bound = self._memory_bound(rank)
         parts["memory-bound operations"] = count * bound
         swap = self._swap(rank, sum(sums.values()))
@@ -174,38 +214,28 @@ class Estimate:
         bound += swap
         open_comm = {when: self._open(transfers, when, sums[when], computed, parts) for when in sums}
         for chunk, (forward, backward) in enumerate(computed):
+            host, gaps = launched(job, self.device, rank, chunk)
             ahead = sum(forward.values())
             share = ahead / sums["forward"] if sums["forward"] else 1 / layout.vpp
             # A rank's exposed transfers are spread over its chunks by their computation. A third of the
             # memory-bound time is in forward, two thirds in backward.
-            stages.append(
-                Stage(
-                    ahead + share * (open_comm["forward"] / count + bound / 3),
-                    sum(backward.values())
-                    + ahead * repeated
-                    + share * (open_comm["backward"] / count + bound * 2 / 3),
-                    weight_gradients(job, self.device, rank, chunk),
-                )
-            )
+            before = ahead + share * (open_comm["forward"] / count + bound / 3) + gaps / 3
+            after = sum(backward.values()) + repeated[chunk] + gaps * 2 / 3
+            after += share * (open_comm["backward"] / count + bound * 2 / 3)
+            # The host runs ahead of the device, so only the larger of their times counts.
+            waits = max(0.0, host - before - after)
+            longer = 1 + waits / (before + after) if waits else 1.0
+            deferred = weight_gradients(job, self.device, rank, chunk)
+            stages.append(Stage(before * longer, after * longer, deferred))
+            parts["gaps between kernels"] = parts.get("gaps between kernels", 0.0) + count * gaps
+            parts["launches by the host"] = parts.get("launches by the host", 0.0) + count * waits
         at_end = self._end(transfers, rank, sums)
         return stages, parts, at_end, sum(at_end.values())
-
-    def _recompute_share(self, rank: int) -> float:
-        """Return the fraction of a forward's time that the backward spends on recomputation, 0 to 1."""
-        training, layout = self.job.training, self.job.layout
-        if training.full < 0:
-            return 1.0
-        if training.full:
-            per_chunk = max(1, self.job.model.layers // (layout.pp * layout.vpp))
-            return min(1.0, training.full / per_chunk)
-        # Rough shares of a layer's forward.
-        shares = {"core_attn": 0.2, "mla_up_proj": 0.05, "mlp": 0.3, "moe": 0.5, "shared_experts": 0.05}
-        return min(1.0, sum(shares.get(name, 0.0) for name in training.modules))
 
     def _memory_bound(self, rank: int) -> float:
         """Return the seconds that a microbatch spends on norms, activation functions and copies."""
         memory = self.memory[rank]
-        return (PASSES * memory.written + memory.repeated) / (self.device.hbm * 1e9)
+        return (PASSES * memory.written + memory.repeated) / (self.device.hbm * 1e9 * self.device.moving)
 
     def _swap(self, rank: int, computed: float) -> float:
         """Return the seconds of a microbatch's swaps that computation does not hide."""
@@ -236,7 +266,7 @@ class Estimate:
         for group, alone in groups.items():
             behind = 0.0
             if group == "EP" and features.pairs:
-                behind = count * computed
+                behind = self.device.behind_pairs * min(alone, count * computed)
             elif group == "EP" and features.batch_overlap:
                 behind = HALVES * min(alone, count * computed)
             elif group == "EP" and features.alltoall_overlap:
@@ -275,8 +305,9 @@ class Estimate:
             name = f"{transfer.group} transfers"
             sums_at_end[name] = sums_at_end.get(name, 0.0) + alone - hidden
         memory = self.memory[rank]
-        # 1e9 parameters x 32 bytes at 3350 GB/s take 9.6 ms.
-        moved = memory.updated * STEP_PASSES[training.bf16] / (self.device.hbm * 1e9)
+        # 1e9 parameters x 32 bytes at 65 % of 3350 GB/s take 14.7 ms; bf16 moments have 4 bytes less, twice.
+        nbytes = STEP_PASSES[training.bf16] - 2 * (FP32_STATE - training.masters - training.moments)
+        moved = memory.updated * nbytes / (self.device.hbm * 1e9 * self.device.moving)
         sums_at_end["optimizer"] = moved
         if job.features.swap_optimizer:
             # The state moves to the device and back while the optimizer computes.

@@ -1,9 +1,10 @@
-"""Estimate of floating point operations, by part of the model; a multiply-add counts as two."""
+"""Estimate of floating point operations and of moved bytes, by part; a multiply-add counts as two."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mindspeed_dsa.tools.planner import activations, layouts, sizes
 from mindspeed_dsa.tools.planner.job import Job, LayerKind, Model
@@ -23,15 +24,18 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one part of the model for one microbatch.
+    """FLOPs and bytes of one part of the model for one microbatch.
 
     Attributes:
         forward: FLOPs of a forward.
         backward: FLOPs of a backward.
-        kind: name of the :class:`Device` rate that applies: ``matmul``, ``attention`` or ``sparse``.
-        moved: bytes that a forward must read, if memory may be the bottleneck. A backward also reads them,
-            and writes gradients of the same size.
+        kind: name of the :class:`Device` rate that applies: ``matmul``, ``attention`` or ``sparse``. The
+            bytes of ``sparse`` work are read while it computes; those of the others take time of their own.
+        moved: bytes that a forward reads and writes.
+        moved_back: bytes that a backward reads and writes.
         weights: FLOPs of the backward's weight gradients that a split backward defers.
+        moved_weights: bytes of these weight gradients; part of ``moved_back``.
+        modules: values of ``--recompute-modules`` that repeat the forward in backward.
     """
 
     part: str
@@ -39,13 +43,23 @@ class Work:
     backward: float
     kind: str = "matmul"
     moved: float = 0.0
+    moved_back: float = 0.0
     weights: float = 0.0
+    moved_weights: float = 0.0
+    modules: tuple[str, ...] = ()
 
     def times(self, factor: float, part: str = "") -> Work:
         """Return a copy with all numbers multiplied by ``factor``, and with the name ``part`` if given."""
-        numbers = (self.forward * factor, self.backward * factor)
-        rest = (self.moved * factor, self.weights * factor)
-        return Work(part or self.part, *numbers, self.kind, *rest)
+        return replace(
+            self,
+            part=part or self.part,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            moved=self.moved * factor,
+            moved_back=self.moved_back * factor,
+            weights=self.weights * factor,
+            moved_weights=self.moved_weights * factor,
+        )
 
 
 def visible_pairs(length: int) -> float:
@@ -83,7 +97,9 @@ def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, numb
     if not sparse or length <= model.topk:
         return Work("attention", forward * pairs, backward * pairs, "attention")
     width = model.kv_lora + model.rope if absorbed else model.heads * (model.query_dim + model.value_dim)
-    return Work("attention", forward * pairs, backward * pairs, "sparse", pairs * width * number)
+    # A backward also reads the selected keys, and writes gradients of the same size.
+    moved = pairs * width * number
+    return Work("attention", forward * pairs, backward * pairs, "sparse", moved, 2 * moved)
 
 
 def index_scores(model: Model, length: int, backward: bool) -> Work:
@@ -98,70 +114,182 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
     return Work("indexer", pair * visible_pairs(length), back if backward else 0.0, "sparse")
 
 
+Products = Sequence[tuple[float, float]]
+"""Input and output width of matrix products."""
+
+
+def projections(model: Model, tp: int, whole_proj: bool = False) -> dict[str, Products]:
+    """Return attention's products on one rank: over all tokens, up from latents, and over the rank's rows."""
+    heads, hidden = model.heads / tp, model.hidden
+    out = (heads * model.value_dim, float(hidden))
+    if not model.latent:
+        query = (heads + 2 * model.kv_heads / tp) * model.head_dim
+        return {"all": [(hidden, query), out], "up": [], "rows": []}
+    up = [(float(model.kv_lora), heads * (model.nope + model.value))]
+    every, rows = [], [(float(hidden), float(model.kv_lora + model.rope))]
+    query = heads * model.query_dim
+    if model.query_lora:
+        rows.append((float(hidden), float(model.query_lora)))
+        up.append((float(model.query_lora), query))
+    else:
+        every.append((float(hidden), query))
+    if whole_proj:
+        rows.append((out[0] * tp, out[1]))
+    else:
+        every.append(out)
+    return {"all": every, "up": up, "rows": rows}
+
+
+def mlp(model: Model, width: float) -> Products:
+    """Return the products of an MLP: up, with a gate twice as wide, and down."""
+    return [(model.hidden, (2 if model.gated else 1) * width), (width, model.hidden)]
+
+
+def linear(
+    job: Job,
+    part: str,
+    products: Products,
+    of: float,
+    copies: float = 1.0,
+    apart: bool = True,
+    modules: tuple[str, ...] = (),
+) -> Work:
+    """Return the FLOPs and bytes of matrix products.
+
+    Args:
+        job: planned job.
+        part: part of the model.
+        products: input and output widths.
+        of: number of rows.
+        copies: number of weights of each product, over which the rows are divided.
+        apart: whether a split backward defers the weight gradients.
+        modules: as in :class:`Work`.
+    """
+    training = job.training
+    numbers = sum(above * below for above, below in products)
+    weights, rows = copies * numbers * training.number, of * sum(map(sum, products)) * training.number
+    # Rows, weight and output of M K N; backward: the same for the input's gradient, then both rows for the
+    # weight's gradient, which is read and written.
+    gradient = rows + 2 * copies * numbers * training.grad_number
+    return Work(
+        part,
+        2.0 * numbers * of,
+        4.0 * numbers * of,
+        moved=weights + rows,
+        moved_back=weights + rows + gradient,
+        weights=2.0 * numbers * of if apart else 0.0,
+        moved_weights=gradient if apart else 0.0,
+        modules=modules,
+    )
+
+
+PERMUTED = (3, 6)
+"""Times that permutation and un-permutation move an expert token, in forward and backward."""
+LOGIT_BYTES = (4, 8)
+"""Bytes that the loss moves for a logit, in forward and backward, beside the product's output."""
+
+
 def layer(job: Job, kind: LayerKind) -> list[Work]:
     """Return one :class:`Work` for each part of a layer, for one microbatch on one rank."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)
-
-    def linear(part: str, numbers: float, of: float, apart: bool = True) -> Work:
-        forward = 2.0 * numbers * of
-        return Work(part, forward, 2 * forward, weights=forward if apart else 0.0)
-
-    weights = sizes.attention(model, kind.selects, features.sp_tp_sp)
-    cut = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "tensor") / tp
-    copied = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "whole")
-    items = [linear("projections", cut, tokens), linear("projections", copied, rows)]
+    products = projections(model, tp, features.sp_tp_sp)
+    items = [
+        linear(job, "projections", products["all"], tokens),
+        linear(job, "projections", products["up"], tokens, modules=("mla_up_proj",)),
+        linear(job, "projections", products["rows"], rows),
+    ]
     # Every CP rank has the same share of all pairs.
     share = training.micro / layout.cp
     sparse = model.sparse and features.attention
     core = attention_core(model, job.sequence, job.absorbed, sparse, training.number)
     if model.sparse and not sparse:  # stock DSA computes the full square, not only the causal half
         core = core.times(2.0)
-    items.append(core.times(share / tp))
+    chosen: list[Work] = []
     if kind.selects and (model.index_loss or job.sequence > model.topk):
         # Inputs are detached, so backward only computes weight gradients. Each TP rank runs the full indexer.
         forward_flops = 2.0 * sizes.index_numbers(model) * tokens
         learned = forward_flops if model.index_loss else 0.0
-        items.append(Work("indexer", forward_flops, learned, weights=learned))
+        chosen.append(Work("indexer", forward_flops, learned, weights=learned))
         # Stock DSA scores the full square, the fused indexer only the causal half.
         scores = index_scores(model, job.sequence, model.index_loss)
-        items.append(scores.times(share * (1.0 if features.indexer else 2.0)))
-    matrices = 3 if model.gated else 2
+        chosen.append(scores.times(share * (1.0 if features.indexer else 2.0)))
+    items += [replace(each, modules=("core_attn",)) for each in (core.times(share / tp), *chosen)]
     if not kind.experts:
-        return [*items, linear("dense MLP", matrices * model.hidden * model.ffn / tp, tokens)]
-    received = rows * model.router_topk * job.imbalance
+        return [*items, linear(job, "dense MLP", mlp(model, model.ffn / tp), tokens, modules=("mlp",))]
+    received = rows * model.router_topk * layout.etp * job.skew
+    wide = mlp(model, model.expert_ffn / layout.etp)
+    own = linear(job, "routed experts", wide, received, model.experts / layout.ep)
+    if features.alltoall_overlap:
+        own = replace(own, weights=0.0, moved_weights=0.0)
+    permuted = received / layout.etp * model.hidden * training.number
     items += [
-        linear("router", model.experts * model.hidden, rows, apart=False),
-        linear(
-            "routed experts",
-            matrices * model.hidden * model.expert_ffn,
-            received,
-            apart=not features.alltoall_overlap,
+        linear(job, "router", [(model.hidden, model.experts)], rows, apart=False, modules=("moe",)),
+        replace(own, modules=("moe",)),
+        Work(
+            "permutation",
+            0.0,
+            0.0,
+            moved=PERMUTED[0] * permuted,
+            moved_back=PERMUTED[1] * permuted,
+            modules=("moe",),
         ),
     ]
     if model.shared_ffn:
-        items.append(linear("shared experts", matrices * model.hidden * model.shared_ffn / tp, tokens))
+        shared = mlp(model, model.shared_ffn / tp)
+        items.append(linear(job, "shared experts", shared, tokens, modules=("moe", "shared_experts")))
     return items
 
 
 def chunk(job: Job, rank: int, number: int) -> list[Work]:
-    """Return the FLOPs of one chunk of a pipeline rank for one microbatch, without recomputation."""
+    """Return the work of one chunk of a pipeline rank for one microbatch, without recomputation."""
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
     items: list[Work] = []
     for kind, count in Counter(model.kinds[number] for number in held).items():
         items += [part.times(count) for part in layer(job, kind)]
-    if layout.ends(rank, number):
-        logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
+    return [*items, *end(job)] if layout.ends(rank, number) else items
+
+
+def end(job: Job) -> list[Work]:
+    """Return the work of output layer, loss and multi-token prediction for one microbatch."""
+    model, layout = job.model, job.layout
+    output = _output(job)
+    items = list(output)
+    for kind in model.mtp_kinds:
+        items += [part.times(1, "MTP") for part in layer(job, kind)]
+        joined = [(2.0 * model.hidden, model.hidden / layout.tp)]
+        items += [linear(job, "MTP", joined, job.tokens), *(part.times(1, "MTP") for part in output)]
+    return items
+
+
+def _output(job: Job) -> list[Work]:
+    model, layout, features = job.model, job.layout, job.features
+    product = linear(job, "output", [(model.hidden, model.vocabulary / layout.tp)], job.tokens)
+    if features.chunked_loss:
         # If the chunked loss forms its gradients in backward, it computes the logits again there.
-        backward = (3 if job.features.chunked_loss and not activations.in_forward(job) else 2) * logits
-        output = Work("output", logits, backward, weights=0.0 if job.features.chunked_loss else logits)
-        items.append(output)
-        for kind in model.mtp_kinds:
-            items += [part.times(1, "MTP") for part in layer(job, kind)]
-            joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
-            items += [Work("MTP", joined, 2 * joined, weights=joined), output.times(1, "MTP")]
+        backward = product.backward + (0.0 if activations.in_forward(job) else product.forward)
+        product = replace(product, backward=backward, weights=0.0, moved_weights=0.0)
+    moved, moved_back = (each * job.tokens * model.vocabulary / layout.tp for each in LOGIT_BYTES)
+    return [product, Work("loss", 0.0, 0.0, moved=moved, moved_back=moved_back)]
+
+
+def repeated(job: Job, rank: int, number: int) -> list[Work]:
+    """Return the work that recomputation repeats in the backward of a chunk; only its forward counts."""
+    model, layout, training = job.model, job.layout, job.training
+    held = layouts.chunks(layout, model)[rank][number]
+    whole = held if training.full < 0 else held[: training.full]
+    items: list[Work] = []
+    for kind, count in Counter(model.kinds[number] for number in whole).items():
+        items += [part.times(count) for part in layer(job, kind)]
+    kinds = Counter(model.kinds[number] for number in held[len(whole) :])
+    if layout.ends(rank, number):
+        kinds.update(model.mtp_kinds)
+        if training.full < 0:
+            items += [part for kind in model.mtp_kinds for part in layer(job, kind)]
+    for kind, count in kinds.items() if training.modules else ():
+        items += [part.times(count) for part in layer(job, kind) if {*part.modules} & {*training.modules}]
     return items
 
 

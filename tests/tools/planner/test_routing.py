@@ -72,9 +72,9 @@ def test_flex_sends_a_token_once_to_each_node_and_rank():
     assert nodes == pytest.approx(2, rel=0.01)
     over_network = every.nbytes / 8 / (15 / 16) * nodes / 2
     slow = device("h100", network=1.0)
-    assert links.seconds(flex, slow, once) == pytest.approx(over_network / (slow.network * 1e9))
+    assert links.seconds(flex, slow, once) == pytest.approx(over_network / (slow.networking * 1e9))
     quick = device("h100", network=1e6)
-    assert links.seconds(flex, quick, once) == pytest.approx(once.nbytes / (quick.link * 1e9))
+    assert links.seconds(flex, quick, once) == pytest.approx(once.nbytes / (quick.link * quick.linking * 1e9))
     assert links.seconds(flex, h100, once) < 0.3 * links.seconds(job, h100, every)
 
 
@@ -103,8 +103,8 @@ def test_a_ring_uses_the_network_devices_of_all_its_ranks_in_a_node():
         assert links.strides(job)["DP"][1] == (1 if inside == 8 else 8)
         for collective in ("all-gather", "reduce-scatter", "all-reduce"):
             moved = Transfer("DP", collective, "gradients", 1e9, "end")
-            rate = min(h200.link, inside * h200.network) * 1e9
+            rate = min(h200.link * h200.linking, inside * h200.network * h200.networking) * 1e9
             assert links.seconds(job, h200, moved) == pytest.approx(1e9 / rate)
         # A message to one neighbour has one network device.
         alone = links.seconds(wide, h200, Transfer("DP", "send", "keys", 1e9, "forward"))
-        assert alone == pytest.approx(1 / h200.network)
+        assert alone == pytest.approx(1 / (h200.network * h200.networking))
