@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Flag
+from mindspeed_dsa.megatron.selections import Sharing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,6 +154,11 @@ class Options:
         """Whether indexer, attention and KL loss all run our operators."""
         return self.indexer and self.attention and self.kl_loss
 
+    @property
+    def learns_served(self) -> bool:
+        """Whether indexers also learn the attention of other layers that attend to the selected keys."""
+        return self.loss_layers != OWN
+
     @classmethod
     def of(cls, settings: Any) -> Self:
         """Build the options from resolved settings or a job's arguments; a missing flag is off."""
@@ -180,7 +186,7 @@ class Options:
 def fused_wanted(settings: Any) -> bool:
     """Return whether any DSA option is set, including options without effect on their own."""
     chosen = Options.of(settings)
-    return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full" or chosen.loss_layers != OWN
+    return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full" or chosen.learns_served
 
 
 def absorb_wanted(settings: Any) -> bool:
@@ -195,5 +201,6 @@ def shares_keys(config: Any, chosen: Options) -> bool:
         config: Megatron's configuration of the model.
         chosen: options of DSA.
     """
-    # Dense attention uses Megatron's code, which gathers by itself.
-    return chosen.all_ours and uses_dsa(config) and not chosen.attends_densely
+    # Dense attention uses Megatron's code, which gathers by itself; it has no losses of layers that share.
+    is_ours = not chosen.attends_densely or (chosen.learns_served and Sharing.of(config).is_on)
+    return chosen.all_ours and uses_dsa(config) and is_ours

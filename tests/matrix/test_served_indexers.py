@@ -108,6 +108,24 @@ def test_layouts(pool, sharing, overrides, sizes, switches):
 
 
 @pytest.mark.releases(">=0.12.1")
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [(FULL, {}), (CORE, {}), ({}, {"tp": 2}), ({}, {"cp": 2}), (FULL, {"pp": 2})],
+    ids=["full", "core", "TP2", "CP2", "PP2, full"],
+)
+def test_warm_up(pool, overrides, sizes):
+    stage = {"dsa_stage": "warmup"}
+    own = one_process(pool, QUARTER, {**FUSED, **stage})
+    expected = one_process(pool, QUARTER, {**SERVED, **stage})
+    assert {name.split(".")[2] for name in differing(expected, own)} == {"0", "4"}
+    switches = {**SERVED, **stage, **({"context_parallel_size": 2} if "cp" in sizes else {})}
+    ranks = 2 if sizes else 1
+    result = layout(pool, ranks, {**QUARTER, **overrides}, switches, **sizes)
+    assert expected["gradients"].keys() == result["gradients"].keys()
+    assert_same_gradients(result["gradients"], expected["gradients"], 1e-4)
+
+
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize("overrides", [{}, FULL], ids=["plain", "full"])
 def test_multi_token_prediction(pool, overrides):
     sharing = {**HALF, **MTP, "dsa_indexer_share_for_mtp": True}

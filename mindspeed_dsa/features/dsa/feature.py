@@ -13,7 +13,6 @@ from mindspeed_dsa.megatron.dsa import (
     DSA,
     LOSS_LAYERS,
     MLA,
-    OWN,
     PARTS,
     PRECISIONS,
     Options,
@@ -49,7 +48,7 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
         problems += _fuse_problems(parsed, args)
     if parsed.precision != "full":
         problems += _precision_problems(parsed)
-    if parsed.loss_layers != OWN:
+    if parsed.learns_served:
         problems += _loss_layers_problems(parsed, args)
     if getattr(args, "delay_wgrad_compute", False) and parsed.absorb:
         problems.append(

@@ -14,7 +14,7 @@ from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank
 from mindspeed_dsa.features.dsa.problem import IndexInputs, Problem
-from mindspeed_dsa.megatron.dsa import OWN, SERVED
+from mindspeed_dsa.megatron.dsa import SERVED
 from mindspeed_dsa.megatron.selection_source import current, place_of
 from mindspeed_dsa.megatron.served_index import ServedIndex, Serving
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient
@@ -30,7 +30,7 @@ def weight_of(call: Call) -> float:
 def serving_of(call: Call) -> Serving | None:
     """Return what a layer hands on for the losses of the layers above; None if these have no loss."""
     layer, place = call.layer, place_of(call.layer)
-    if place is None or not place.hands_on or call.options.loss_layers == OWN:
+    if place is None or not place.hands_on or not call.options.learns_served:
         return None
     # Also without gradients: layers above may be recomputed after this first run of a checkpoint. The indexer
     # knows whether the model trains; the attention's own flag is off where it has no loss itself.

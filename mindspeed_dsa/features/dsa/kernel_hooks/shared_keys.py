@@ -23,7 +23,7 @@ from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
 from mindspeed_dsa.features.dsa.operands import keeps_parts_apart
-from mindspeed_dsa.megatron.dsa import OWN, shares_keys
+from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
 from mindspeed_dsa.megatron.selection_source import current, place_of
 
@@ -110,7 +110,7 @@ def attend_to_shared_keys(
             place_of(self) is not None and context.options.all_ours and packed_seq_params is None
         )
         # Losses of layers that share need the scores of the selected keys, which the hooks do not return.
-        learns_served = place_of(self) is not None and context.options.loss_layers != OWN
+        learns_served = place_of(self) is not None and context.options.learns_served
         has_reason = has_reason or learns_served
         # Without the rotary part the query is narrower than the key; the hooks need one tensor.
         has_reason = has_reason or query.shape[-1] < key.shape[-1]

@@ -22,12 +22,14 @@ from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.selection_source import place_of
 
 
 def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward`` to attend to all visible keys in the dense stages.
 
-    Layers that share a selection also attend densely, and have no loss.
+    Layers that share a selection also attend densely. They have a loss only with
+    ``--dsa-indexer-loss-layers``, which our own attention computes.
     """
     if not context.options.attends_densely:
         return original
@@ -44,6 +46,12 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
         up_v_weight: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if place_of(self) is not None and context.options.learns_served:
+            # The view below would hide which layers share. Ours attends densely by the stage.
+            ours: Tensor = original(
+                self, query, key, value, attention_mask, x, qr, *args, up_v_weight=up_v_weight, **kwargs
+            )
+            return ours
         collects = warmup.attachments_of(self) is not None
         learns = collects and self.indexer is not None and coefficient(self.config) > 0
         dense = _dense_view(self, x, learns)
