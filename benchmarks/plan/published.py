@@ -114,6 +114,7 @@ def flags_of(record: Record) -> list[str]:
     stated = [
         ("--moe-router-force-load-balancing" if record["routing"].startswith(("forced", "faked")) else ""),
         "--overlap-moe-expert-parallel-comm" if "EP overlap" in record["overlap"] else "",
+        "--tp-comm-overlap" if "tp-comm-overlap" in record["overlap"] else "",
         _PRECISION_AWARE if "precision-aware" in record["optimizer"] else "",
         _HALF_MOMENTS if "bf16 moments" in record["optimizer"] else "",
     ]

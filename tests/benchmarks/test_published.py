@@ -80,6 +80,7 @@ def test_facts_become_flags(records):
     assert flags[flags.index("--cuda-graph-modules") + 1 :][:2] == ["moe_router", "moe_preprocess"]
     assert flags.count("--overlap-moe-expert-parallel-comm") == 1
     assert "--moe-router-force-load-balancing" not in published.flags_of(by_name(records, "br-q30-natural"))
+    assert "--tp-comm-overlap" in published.flags_of(by_name(records, "mlm-32b"))
     assert "--exp-avg-dtype" in published.flags_of(by_name(records, "br-dsv3-1024"))
 
 
@@ -91,6 +92,17 @@ def test_the_command_plans_the_same(records, runs, tmp_path):
     seconds = json.loads(file.read_text())["step"]["seconds"]
     (run,) = (each for each in runs if each.record["id"] == "br-dsv3-gb200")
     assert seconds == pytest.approx(run.planned)
+
+
+def test_plans_are_near_published_times(runs):
+    """Goals of the planner; they may become stricter."""
+    figures = published.nearness(published.of_quality(runs, "A"))
+    assert figures.near >= 15
+    assert figures.typical <= 1.14
+
+
+def test_no_job_that_ran_is_planned_as_too_large(runs):
+    assert [run.record["id"] for run in runs if not run.fits] == []
 
 
 class Timed:

