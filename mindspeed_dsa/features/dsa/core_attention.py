@@ -22,7 +22,7 @@ from mindspeed_dsa.features.dsa.loss import attention_mass
 from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
 from mindspeed_dsa.features.dsa.operands import Operands, parts_of
 from mindspeed_dsa.features.dsa.problem import LossOptions, Problem, Rows, needs_index
-from mindspeed_dsa.features.dsa.served import serving_of, weight_of
+from mindspeed_dsa.features.dsa.served import log_divisor, serving_of, weight_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import Options
@@ -160,7 +160,7 @@ def attend(call: Call) -> Tensor:
     out = result.out
     if result.loss is not None:
         ours = indexer_loss(call.megatron)
-        ours.log(result.loss / problem.wanted.weight, call.layer, call.groups.context)
+        ours.log(result.loss / problem.wanted.log_divisor, call.layer, call.groups.context)
         out = ours.attach(out, result.loss, all_rows, result.deliveries)
     return out if exchange is None else exchange.free(out, gathered)
 
@@ -219,18 +219,18 @@ def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
         return None
     # The callback lives until backward. It must not hold the call and thereby the layer's tensors.
     ours, group = indexer_loss(call.megatron), call.groups.context
-    weight = weight_of(call)
+    divisor = log_divisor(call)
 
     def log_and_start(share: Tensor) -> Tensor:
-        ours.log(share / weight, layer, group)
+        ours.log(share / divisor, layer, group)
         return ours.gradient(share, all_rows)
 
     return LossOptions(
-        coefficient=coefficient(config) * weight,
+        coefficient=coefficient(config) * weight_of(call),
         on_chosen_keys=config.dsa_indexer_use_sparse_loss,
         per_token=ours.takes_sums(config),
         in_backward=log_and_start if call.options.fuse_kl_in_backward else None,
-        weight=weight,
+        log_divisor=divisor,
     )
 
 

@@ -198,7 +198,8 @@ class LossOptions:
     """Options of the indexer loss.
 
     Attributes:
-        coefficient: factor of the loss, with ``weight``.
+        coefficient: factor of the loss, with the layer's weight among the layers whose losses train the same
+            indexer.
         on_chosen_keys: whether the loss is over the selected keys only (sparse) or over all visible keys
             (dense).
         per_token: whether the loss is a sum over tokens; otherwise this rank's share of the mean over all
@@ -206,15 +207,14 @@ class LossOptions:
         in_backward: callback, if the loss is to be computed in the attention's backward where possible. It is
             called with this rank's share (scalar, with coefficient) and returns the scalar gradient of the
             loss.
-        weight: weight of this layer among the layers whose losses train the same indexer. The log is without
-            it.
+        log_divisor: divisor of the loss in the log, which is without the layer's weight.
     """
 
     coefficient: float
     on_chosen_keys: bool
     per_token: bool = False
     in_backward: Callable[[Tensor], Tensor] | None = None
-    weight: float = 1.0
+    log_divisor: float = 1.0
 
 
 @dataclass(frozen=True)

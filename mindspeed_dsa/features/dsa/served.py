@@ -27,6 +27,14 @@ def weight_of(call: Call) -> float:
     return 1.0 if place is None or call.options.loss_layers != SERVED else 1.0 / place.served
 
 
+def log_divisor(call: Call) -> float:
+    """Return the divisor of a layer's losses in the log, which shows their mean without :func:`weight_of`."""
+    place, weight = place_of(call.layer), weight_of(call)
+    # A layer that repeats has a loss in each of its runs, and one entry of the log.
+    repeats = place is not None and place.repeats and call.options.learns_served
+    return weight * place.served if place is not None and repeats else weight
+
+
 def serving_of(call: Call) -> Serving | None:
     """Return what a layer hands on for the losses of the layers above; None if these have no loss."""
     layer, place = call.layer, place_of(call.layer)

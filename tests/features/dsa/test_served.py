@@ -12,9 +12,11 @@ import torch
 from mindspeed_dsa.features.dsa.feature import check_fused
 from mindspeed_dsa.features.dsa.operands import Operands
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem
+from mindspeed_dsa.features.dsa.served import log_divisor
 from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
+from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import MODELS
-from mindspeed_dsa.megatron.selection_source import Chosen, Place, Selections, current, recomputing
+from mindspeed_dsa.megatron.selection_source import PLACE, Chosen, Place, Selections, current, recomputing
 from mindspeed_dsa.megatron.served_index import ServedGradients, Serving
 
 TOKENS, HEADS, LATENT, ROPE, TOPK = 24, 4, 16, 8, 6
@@ -157,6 +159,32 @@ def test_a_recomputation_adds_to_the_first_runs_gradients():
     with recomputing(None, served=("layer 3", first)):
         assert current().gradients_for(place) is first
         assert current().gradients_for(Place("layer 7", "layer 7")) is not first
+
+
+def call(place: Place, loss_layers: str = "served") -> SimpleNamespace:
+    options = SimpleNamespace(loss_layers=loss_layers, learns_served=loss_layers != "own")
+    return SimpleNamespace(layer=SimpleNamespace(**{PLACE: place}, indexer=None), options=options)
+
+
+def test_the_log_has_a_layers_loss_without_its_weight():
+    place = Place("layer 1", "layer 1", served=4)
+    assert log_divisor(call(place)) == 1 / 4
+    assert log_divisor(call(place, "served-sum")) == log_divisor(call(place, "own")) == 1
+    # The layer logs two losses of weight 1/2 each: their mean is their sum.
+    repeated = Place("layer 1 of MTP", "layer 1 of MTP", repeats=True, served=2)
+    assert log_divisor(call(repeated)) == 1
+    assert log_divisor(call(repeated, "served-sum")) == 2
+    assert log_divisor(call(repeated, "own")) == 1
+
+
+def test_a_warm_up_without_the_layer_of_the_indexer_is_an_error():
+    sharing = call(Place("layer 4", "layer 3"))
+    with recomputing(None), pytest.raises(RuntimeError, match="layer 4 attends to the keys that layer 3"):
+        warmup._loss(sharing, None, None, True)
+    # Without a loss, as in an evaluation, nothing is handed on.
+    with recomputing(None):
+        assert warmup._loss(sharing, None, None, False) == (None, ())
+        assert warmup._loss(call(Place("layer 4", "layer 3"), "own"), None, None, True) == (None, ())
 
 
 GLM = SimpleNamespace(

@@ -23,7 +23,13 @@ from mindspeed_dsa.features.dsa.loss import dense_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.dsa.operands import Operands
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem, Rows
-from mindspeed_dsa.features.dsa.served import hand_on_inputs, served_dense_loss, serving_of, weight_of
+from mindspeed_dsa.features.dsa.served import (
+    hand_on_inputs,
+    log_divisor,
+    served_dense_loss,
+    serving_of,
+    weight_of,
+)
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selection_source import current, place_of
 from mindspeed_dsa.megatron.served_index import Delivery
@@ -82,13 +88,13 @@ def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], Index
         index: function that returns the indexer's inputs, called only if there is a loss.
     """
     layer, backend = call.layer, call.options.backend
-    attachments, weight = attachments_of(layer), weight_of(call)
-    wanted = LossOptions(coefficient(layer.config) * weight, on_chosen_keys=False)
+    attachments = attachments_of(layer)
+    wanted = LossOptions(coefficient(layer.config) * weight_of(call), on_chosen_keys=False)
     problem = Problem(operands, layer.config.dsa_indexer_topk, rows, call.groups, wanted, backend)
     loss, deliveries = _loss(call, problem, index, attachments is not None and wanted.coefficient > 0)
     if loss is not None and attachments is not None:
         ours = indexer_loss(call.megatron)
-        ours.log(loss / weight, layer, call.groups.context)
+        ours.log(loss / log_divisor(call), layer, call.groups.context)
         all_rows = operands.key.shape[0] * operands.key.shape[1] if rows.count is None else rows.count
         attachments.append(partial(ours.attach, loss=loss, rows=all_rows, deliveries=deliveries))
     return attend_densely(operands, rows, backend).out
@@ -100,10 +106,14 @@ def _loss(
     """Return the layer's indexer loss, and its gradients if it trains another layer's indexer.
 
     A layer without an indexer has a loss only if the indexer below learns all layers that it serves.
+
+    Raises:
+        RuntimeError: such a layer runs, and the layer of its indexer has not run before it.
     """
     place, selections, serving = place_of(call.layer), current(), serving_of(call)
-    latest = selections.latest
-    if place is not None and latest is not None and selections.is_shared_by(place):
+    # Without losses of layers that share, nothing is handed on, and nothing is missing.
+    is_needed = has_loss and call.options.learns_served
+    if place is not None and (selections.latest is not None or is_needed) and selections.is_shared_by(place):
         (served,) = selections.read(place).index
         selections.release(place)
         if not has_loss or served is None:
