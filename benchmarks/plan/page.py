@@ -8,7 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.plan import published
-from mindspeed_dsa.tools.planner import arguments, command_lines, devices, differences, picture, plan
+from mindspeed_dsa.tools.planner import (
+    arguments,
+    command_lines,
+    devices,
+    differences,
+    picture,
+    plan,
+    report,
+    routing,
+)
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -23,7 +32,7 @@ FLAGS = (
 )
 FITTING = (
     "--moe-permute-fusion --recompute-activation-function --recompute-norm --swap-optimizer "
-    "--moe-alltoall-overlap-comm"
+    "--swap-attention auto --moe-alltoall-overlap-comm"
 )
 FEATURES = (
     "--reuse-fp32-param",
@@ -79,9 +88,23 @@ def blocks() -> dict[str, list[str]]:
     return {
         "planner.md": [glm],
         "zh/planner.md": [chinese],
-        "design/planner.md": [deepseek],
+        "design/planner.md": [deepseek, constants()],
         "design/glm-5.md": [glm],
     }
+
+
+def constants() -> str:
+    """Return the table of a device's constants."""
+    lines = ["| Constant | Value | Meaning | Source |", "| --- | ---: | --- | --- |"]
+    for name, constant in devices.CONSTANTS.items():
+        value = getattr(devices.DEVICES[DEVICE], name)
+        lines.append(f"| `{name}` | {value:g} | {constant.meaning} | {constant.source} |")
+    for balancing, value in routing.IMBALANCES.items():
+        lines.append(f"| `imbalance` | {value:g} | {_IMBALANCE} | {balancing} |")
+    return "\n".join([*lines, ""])
+
+
+_IMBALANCE = "expert tokens of the fullest rank over the mean of all ranks"
 
 
 def command(flags: str, model: str) -> str:
@@ -114,13 +137,18 @@ def tables() -> str:
 
 def _sentence(found: Plan) -> str:
     return (
-        f"The layout {found.job.layout} {found.verdict}. Pipeline rank {found.worst.rank} needs "
+        f"The layout {found.job.layout} {'is ' * (found.verdict == plan.TIGHT)}{found.verdict}. "
+        f"Pipeline rank {found.worst.rank} needs "
         f"{found.worst.total / GIB:.0f} GiB, the most of all ranks. "
         f"A device has {found.device.memory:g} GiB. "
-        f"A step takes {found.time.total:.1f} s ({found.tokens_per_second:,.0f} tokens/s, "
+        f"A step takes {_range(found)} s (in the middle {report.digits(found.tokens_per_second)} tokens/s, "
         f"{found.utilisation():.0%} of the devices' peak FLOPs). "
         f"The longest part of the step is {found.time.limit}."
     )
+
+
+def _range(found: Plan) -> str:
+    return " to ".join(map(report.duration, found.seconds_range))
 
 
 def _sentence_in_chinese(found: Plan) -> str:
@@ -128,7 +156,8 @@ def _sentence_in_chinese(found: Plan) -> str:
     return (
         f"{found.job.layout}：{verdicts[found.verdict]}，占用最多的是流水 rank {found.worst.rank}，"
         f"{found.worst.total / GIB:.0f} GiB，设备共 {found.device.memory:g} GiB；"
-        f"每步 {found.time.total:.1f} s，{found.tokens_per_second:,.0f} token/s，"
+        f"每步 {_range(found).replace(' to ', ' 到 ')} s，"
+        f"中间值 {report.digits(found.tokens_per_second)} token/s，"
         f"为设备 FLOPs 的 {found.utilisation():.0%}，瓶颈是 {found.time.limit}。"
     )
 

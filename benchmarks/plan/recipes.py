@@ -16,6 +16,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import arguments, command_lines, configs, devices, plan, search
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
+from mindspeed_dsa.tools.planner.report import duration
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD = Path(__file__).with_name("recipes.json")
@@ -126,7 +127,7 @@ _ENGLISH = {
 [中文](../zh/recipes.md)
 
 Find a layout and the complete command for a released model on 8 to 512 devices.
-Each cell has the GiB of the largest rank and the ideal seconds per step, and links to the command.
+Each cell has the GiB of the largest rank and the planned seconds per step, and links to the command.
 Jobs use bf16 and sequences of 4096 tokens, eight per device and step.
 Each layout is the fastest that [`plan --search`](../planner.md) finds with micro-batches of one sequence.
 
@@ -134,8 +135,8 @@ Each layout is the fastest that [`plan --search`](../planner.md) finds with micr
 | --- | --- | --- | --- | --- | --- |
 """,
     "tail": """
-* **planned**: the recipe has not been run. Use its times only to compare layouts, and expect two to four
-  times as long.
+* **planned**: the recipe has not been run. A tuned job's step takes between 0.8 and 1.25 of the planned time,
+  and that of an untuned job [up to three times as long](../design/planner.md).
 * **small one run**: a narrow model of the same kind was trained through `pretrain_gpt.py`, on two CPU ranks
   ([recipe](../megatron_lm.md)).
 * **no**: no layout fits, even with full recomputation and host memory.
@@ -161,7 +162,7 @@ _CHINESE = {
 
 [English](../recipes/README.md)
 
-已发布的模型在 8 到 512 个设备上：占用最多的 rank 的 GiB、理想情况下一步的秒数，以及到完整命令的链接\
+已发布的模型在 8 到 512 个设备上：占用最多的 rank 的 GiB、规划的一步秒数，以及到完整命令的链接\
 （命令页只有英文）。\
 序列长度 4096 token，每步每个设备八条，bf16。\
 每种切分都是 [`plan --search`](planner.md) 在 micro-batch 为一条序列时找到的最快的一种。
@@ -170,7 +171,8 @@ _CHINESE = {
 | --- | --- | --- | --- | --- | --- |
 """,
     "tail": """
-* **规划**：还没有人跑过。时间是理想作业的：请用它比较不同的切分，实际预计要两到四倍。
+* **规划**：还没有人跑过。调优过的作业一步的时间是规划值的 0.8 到 1.25 倍，没有调优的作业最多要三倍\
+（[规划与已发布的运行](../design/planner.md)）。
 * **小模型跑过**：同类的窄模型用 `pretrain_gpt.py` 在两个 CPU rank 上训练过（[做法](megatron_lm.md)）。
 * **放不下**：无论重计算什么、把什么搬到主机，都放不下；给出的是最接近的切分需要多少。
 * DeepSeek-V3、Kimi-K2 和 Moonlight 用稠密的 latent attention；其余的用 DSA，indexer 参与训练。\
@@ -200,7 +202,7 @@ def _cell(name: str, kind: str, count: int, plans: Plans, words: dict[str, str])
     if made is None:
         return f"{words['no']}{recorded()[name][kind][str(count)].rpartition('needs ')[2]}"
     tight = words["tight"] if made.verdict == plan.TIGHT else ""
-    figures = f"{made.worst.total / GIB:.0f} GiB, {made.time.total:.1f} s{tight}"
+    figures = f"{made.worst.total / GIB:.0f} GiB, {duration(made.time.total)} s{tight}"
     return f"[{figures}]({words['folder']}{name}.md#{_anchor(kind, count)})"
 
 
@@ -262,7 +264,7 @@ def _recipe(name: str, kind: str, count: int, made: Plan) -> list[str]:
         "",
         (
             f"{made.job.layout}: {made.verdict}, {made.worst.total / GIB:.1f} GiB of {made.device.memory:g}, "
-            f"{share}{made.time.total:.1f} s a step at best, limited by {made.time.limit}."
+            f"{share}{duration(made.time.total)} s a step, limited by {made.time.limit}."
         ),
         "",
         "```",

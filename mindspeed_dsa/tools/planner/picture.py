@@ -51,9 +51,14 @@ _PARTS = (
     "FSDP transfers",
     "EFSDP transfers",
     "embedding transfers",
+    "permutation",
+    "loss",
+    "gaps between kernels",
+    "launches by the host",
+    "layer of both passes",
 )
 """Parts of memory and time; the index decides a part's colour, so that all pictures agree."""
-_HUES = 11 / 37
+_HUES = 11 / 42
 """Difference in hue between neighbours in :data:`_PARTS`."""
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
@@ -69,8 +74,7 @@ def colour(part: str) -> tuple[float, float, float]:
     """
     name = part.removeprefix(_ACTIVATIONS)
     place = _PARTS.index(name) if name in _PARTS else len(_PARTS)
-    # Three shades, and hues that repeat after 37 parts: two parts of one shade have close hues only if they
-    # are 27 indices apart, such as weights and transfers, which are never in one stack.
+    # Three shades, and hues that repeat after 42 parts: hues of one shade differ by at least 3 / 42.
     lightness, saturation = ((0.45, 0.65), (0.68, 0.6), (0.3, 0.5))[place % 3]
     return colorsys.hls_to_rgb((0.58 + place * _HUES) % 1.0, lightness, saturation)
 

@@ -9,13 +9,17 @@ from typing import Any
 
 from mindspeed_dsa.tools.planner import communication, layouts, memory, sizes, work
 from mindspeed_dsa.tools.planner.communication import Transfer
-from mindspeed_dsa.tools.planner.devices import Device
+from mindspeed_dsa.tools.planner.devices import CONSTANTS, Device
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
 from mindspeed_dsa.tools.planner.timing import Estimate, StepTime, hidden_swaps
 
 ALLOCATOR = 0.05
 """Assumed share of memory that the allocator loses to fragmentation."""
+SPREAD = 1.25
+"""Factor between the planned step time and either end of its range: most tuned jobs are inside."""
+ONE_MICROBATCH = 2.0
+"""The same for the upper end with one microbatch per step, where fixed times decide."""
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "does NOT fit"
 """Verdicts: memory suffices with the allocator's share and the reserve; for tensors only; not at all."""
 
@@ -65,6 +69,12 @@ class Plan:
         return on_node(self.ranks, self.job, self.device)
 
     @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Range of the step time in seconds that a tuned job is expected to have."""
+        above = ONE_MICROBATCH if self.job.microbatches == 1 else SPREAD
+        return self.time.total / SPREAD, self.time.total * above
+
+    @property
     def tokens_per_second(self) -> float:
         """Estimated tokens per second of the whole job."""
         return self.job.training.batch * self.job.training.sequence / self.time.total
@@ -84,6 +94,17 @@ class Plan:
                 "selecting_layers": list(self.job.model.selecting),
             },
             "device": asdict(self.device),
+            "constants": {
+                **{
+                    name: {"value": getattr(self.device, name), **asdict(constant)}
+                    for name, constant in CONSTANTS.items()
+                },
+                "imbalance": {
+                    "value": self.job.skew,
+                    "meaning": "expert tokens of the fullest rank over the mean of all ranks",
+                    "source": f"usual with {self.job.balancing}" if self.job.balancing else "given",
+                },
+            },
             "verdict": self.verdict,
             "fits": self.fits,
             "host_of_a_node": self.node_host,
@@ -103,6 +124,7 @@ class Plan:
             "model_flops": self.flops,
             "step": {
                 "seconds": self.time.total,
+                "seconds_range": list(self.seconds_range),
                 "parts": self.time.parts,
                 "hidden": self.time.hidden,
                 "limit": self.time.limit,

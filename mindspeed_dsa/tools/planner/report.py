@@ -49,9 +49,10 @@ def _head(plan: Plan) -> str:
     lines = [
         f"{job.layout} on {job.layout.devices} x {device.name}: {plan.verdict}",
         (
-            f"memory: {worst.total / GIB:.1f} GiB on pipeline rank {worst.rank}, the largest, of "
-            f"{device.memory:g}{reserve}: {room.get(plan.verdict, too_much(plan))}"
+            f"memory: {worst.allocated / GIB:.1f} GiB allocated on pipeline rank {worst.rank}, the largest; "
+            f"{worst.total / GIB:.1f} with the allocator's share"
         ),
+        f"{device.memory:g} GiB of a device{reserve}: {room.get(plan.verdict, too_much(plan))}",
         f"one replica needs {_devices(plan.least)}{_fitting(plan)}",
         *_on_hosts(plan),
         *_selecting(job),
@@ -220,19 +221,35 @@ def _work(plan: Plan, tokens_per_second: float | None) -> str:
         if value >= 5e-4 * plan.time.total:
             step.append((part, f"{1e3 * value:.1f}", f"{value / plan.time.total:.1%}"))
     step.append(("sum", f"{1e3 * plan.time.total:.1f}", ""))
-    rate = plan.tokens_per_second
+    low, high = plan.seconds_range
+    rate, devices = plan.tokens_per_second, plan.job.layout.devices
     lines = [
         *_beside(aligned(rows), aligned(step)),
         "",
         (
-            f"estimate: {rate:,.0f} tokens/s, {rate / plan.job.layout.devices:,.1f} per device, model FLOPs "
-            f"utilisation {plan.utilisation():.1%}; limited by {plan.time.limit}"
+            f"estimate: {duration(low)} to {duration(high)} s a step if the job is tuned; limited by "
+            f"{plan.time.limit}"
+        ),
+        (
+            f"in the middle {digits(rate)} tokens/s, {digits(rate / devices)} per device, model FLOPs "
+            f"utilisation {plan.utilisation():.0%}"
         ),
     ]
     if tokens_per_second is not None:
         share = plan.utilisation(tokens_per_second)
         lines.append(f"at {tokens_per_second:,.0f} tokens/s: model FLOPs utilisation {share:.1%}")
     return "\n".join(lines)
+
+
+def digits(value: float) -> str:
+    """Return a number with two digits, and zeros for the others."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.1f}" if rounded >= 1 else f"{rounded:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds with two digits, from 100 on without decimals."""
+    return f"{seconds:.0f}" if seconds >= 100 else digits(seconds)
 
 
 def _number(value: float) -> str:
@@ -250,12 +267,20 @@ def _assumptions(plan: Plan) -> str:
     lines = [
         "assumed:",
         (
-            f"  {device.tflops:g} TFLOP/s, of which matmuls reach {device.matmul:.0%}, attention "
-            f"{device.attention:.0%}, sparse attention and indexer {device.sparse:.0%}"
+            f"  {device.tflops:g} TFLOP/s, of which matmuls reach {device.matmul:.0%} beside moving their "
+            f"bytes, attention {device.attention:.0%}, sparse attention and indexer {device.sparse:.0%}"
         ),
         (
             f"  {device.link:g} GB/s between {device.node} devices, {device.network:g} GB/s beyond, "
-            f"{device.host:g} GB/s to the host, {device.hbm:g} GB/s of memory; no latencies"
+            f"{device.host:g} GB/s to the host, {device.hbm:g} GB/s of memory"
+        ),
+        (
+            f"  of these rates jobs reach {device.linking:.0%} between devices, {device.networking:.0%} "
+            f"beyond, {device.moving:.0%} of memory"
+        ),
+        (
+            f"  {device.host_experts:g} ms of the host for a layer with experts and a microbatch, "
+            f"{device.host_dense:g} for a dense one"
         ),
         f"  tokens of the fullest rank's experts over the mean: {job.skew:g}{_balancing(job)}",
     ]

@@ -44,15 +44,15 @@ def copies(experts: int, topk: int, groups: int, group_topk: int, parts: int) ->
     if parts <= 1:
         return float(parts)
     groups = groups if groups > 1 and 0 < group_topk < groups else 1
-    chosen = group_topk if groups > 1 else 1
+    token_groups = group_topk if groups > 1 else 1
     # Experts of one part that lie in one of its groups.
     held = min(experts // parts, experts // groups)
     ours = max(1, groups // parts)
     missed = 0.0
-    for number in range(min(ours, chosen) + 1):
+    for number in range(min(ours, token_groups) + 1):
         # A node with 2 of 8 groups has 0, 1 or 2 of a token's 4 groups.
-        among = comb(ours, number) * comb(groups - ours, chosen - number) / comb(groups, chosen)
-        missed += among * _all_elsewhere(chosen * experts // groups, number * held, topk)
+        among = comb(ours, number) * comb(groups - ours, token_groups - number) / comb(groups, token_groups)
+        missed += among * _all_elsewhere(token_groups * experts // groups, number * held, topk)
     return parts * (1 - missed)
 
 

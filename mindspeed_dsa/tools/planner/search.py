@@ -228,9 +228,9 @@ def text(found: list[Found], given: Sequence[str]) -> str:
             (
                 f"{layout}{ends}",
                 str(planned.job.training.micro),
-                f"{planned.time.total:.2f}",
-                f"{planned.tokens_per_second:,.0f}",
-                f"{planned.utilisation():.1%}",
+                " to ".join(map(report.duration, planned.seconds_range)),
+                report.digits(planned.tokens_per_second),
+                f"{planned.utilisation():.0%}",
                 f"{planned.worst.total / GIB:.1f}",
                 f"{max(item.host for item in planned.ranks) / GIB:.1f}",
                 planned.time.limit,
@@ -248,5 +248,19 @@ def text(found: list[Found], given: Sequence[str]) -> str:
     shown = ["; ".join(shown), head]
     for line, item in zip(lines, found, strict=True):
         shown += [line, *command_lines.shown(command_lines.words_for(given, item.plan.job))]
+    shown += report.notes(_near(found))
     said = dict.fromkeys([*found[0].plan.job.notes, *(limits(item.plan.job) for item in found)])
     return "\n".join([*shown, *report.notes(filter(None, said))])
+
+
+def _near(found: Sequence[Found]) -> list[str]:
+    """Return a note on layouts that are nearer to the first than the planner can tell; empty without any."""
+    first = found[0].plan.time.total
+    number = sum(item.plan.time.total <= plan.SPREAD * first for item in found)
+    if number < 2:
+        return []
+    words = (
+        f"the step times of the first {number} rows differ by less than a factor of {plan.SPREAD:g}, which "
+        "is less than the planner can tell: measure these layouts"
+    )
+    return [words]

@@ -30,7 +30,7 @@ class Work:
         forward: FLOPs of a forward.
         backward: FLOPs of a backward.
         kind: name of the :class:`Device` rate that applies: ``matmul``, ``attention`` or ``sparse``. The
-            bytes of ``sparse`` work are read while it computes; those of the others take time of their own.
+            bytes of ``sparse`` work are read while it computes. Other bytes take time of their own.
         moved: bytes that a forward reads and writes.
         moved_back: bytes that a backward reads and writes.
         weights: FLOPs of the backward's weight gradients that a split backward defers.
@@ -163,7 +163,7 @@ def linear(
         of: number of rows.
         copies: number of weights of each product, over which the rows are divided.
         apart: whether a split backward defers the weight gradients.
-        modules: as in :class:`Work`.
+        modules: values of ``--recompute-modules``, as in :class:`Work`.
     """
     training = job.training
     numbers = sum(above * below for above, below in products)
@@ -186,7 +186,7 @@ def linear(
 PERMUTED = (3, 6)
 """Times that permutation and un-permutation move an expert token, in forward and backward."""
 LOGIT_BYTES = (4, 8)
-"""Bytes that the loss moves for a logit, in forward and backward, beside the product's output."""
+"""Bytes that the loss moves for a logit, in forward and backward, without the product's output."""
 
 
 def layer(job: Job, kind: LayerKind) -> list[Work]:
@@ -206,27 +206,27 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     core = attention_core(model, job.sequence, job.absorbed, sparse, training.number)
     if model.sparse and not sparse:  # stock DSA computes the full square, not only the causal half
         core = core.times(2.0)
-    chosen: list[Work] = []
+    index_work: list[Work] = []
     if kind.selects and (model.index_loss or job.sequence > model.topk):
         # Inputs are detached, so backward only computes weight gradients. Each TP rank runs the full indexer.
         forward_flops = 2.0 * sizes.index_numbers(model) * tokens
         learned = forward_flops if model.index_loss else 0.0
-        chosen.append(Work("indexer", forward_flops, learned, weights=learned))
+        index_work.append(Work("indexer", forward_flops, learned, weights=learned))
         # Stock DSA scores the full square, the fused indexer only the causal half.
         scores = index_scores(model, job.sequence, model.index_loss)
-        chosen.append(scores.times(share * (1.0 if features.indexer else 2.0)))
-    items += [replace(each, modules=("core_attn",)) for each in (core.times(share / tp), *chosen)]
+        index_work.append(scores.times(share * (1.0 if features.indexer else 2.0)))
+    items += [replace(each, modules=("core_attn",)) for each in (core.times(share / tp), *index_work)]
     if not kind.experts:
         return [*items, linear(job, "dense MLP", mlp(model, model.ffn / tp), tokens, modules=("mlp",))]
     received = rows * model.router_topk * layout.etp * job.skew
     wide = mlp(model, model.expert_ffn / layout.etp)
-    own = linear(job, "routed experts", wide, received, model.experts / layout.ep)
+    experts_work = linear(job, "routed experts", wide, received, model.experts / layout.ep)
     if features.alltoall_overlap:
-        own = replace(own, weights=0.0, moved_weights=0.0)
+        experts_work = replace(experts_work, weights=0.0, moved_weights=0.0)
     permuted = received / layout.etp * model.hidden * training.number
     items += [
         linear(job, "router", [(model.hidden, model.experts)], rows, apart=False, modules=("moe",)),
-        replace(own, modules=("moe",)),
+        replace(experts_work, modules=("moe",)),
         Work(
             "permutation",
             0.0,

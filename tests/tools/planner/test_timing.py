@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from mindspeed_dsa.tools.planner import arguments, communication, memory, schedules, timing, work
-from mindspeed_dsa.tools.planner.devices import device
+from mindspeed_dsa.tools.planner import (
+    arguments,
+    communication,
+    memory,
+    report,
+    schedules,
+    search,
+    timing,
+    work,
+)
+from mindspeed_dsa.tools.planner.devices import CONSTANTS, device
+from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.routing import BIASED, FEW, FORCED, IMBALANCES, LOSS
 from tests.tools.planner.jobs import DENSE, deepseek, planned
 
@@ -186,6 +196,54 @@ def test_dtypes_of_the_precision_aware_optimizer_take_their_bytes():
     assert both.gradients == before.gradients / 2
     times = [planned(job).time.parts["optimizer"] for job in (plain, half)]
     assert times[1] == pytest.approx(times[0] * (32 - 8) / 32)
+
+
+def test_a_person_reads_a_range_and_two_digits():
+    made = planned(qwen())
+    low, high = made.seconds_range
+    assert (low * 1.25, high / 1.25) == pytest.approx((made.time.total, made.time.total))
+    text = report.text(made)
+    assert f"estimate: {report.duration(low)} to {report.duration(high)} s a step" in text
+    assert f"{made.worst.allocated / GIB:.1f} GiB allocated" in text
+    assert [report.digits(value) for value in (211_634, 99.6, 3.14159)] == ["210,000", "100", "3.1"]
+    assert [report.duration(value) for value in (247.4, 24.74)] == ["247", "25"]
+    # With one microbatch, fixed times may double a step.
+    single = planned(qwen("--global-batch-size 8"))
+    assert single.seconds_range[1] == pytest.approx(2 * single.time.total)
+
+
+def test_a_plan_prints_its_constants_with_their_sources():
+    constants = planned(qwen()).record()["constants"]
+    assert constants["host_experts"]["value"] == 9.0
+    assert all(each["meaning"] and each["source"] for each in constants.values())
+    # Every number of a device that is no figure of its data sheet is explained.
+    stated = {
+        "memory",
+        "tflops",
+        "hbm",
+        "node",
+        "link",
+        "network",
+        "host",
+        "host_memory",
+        "host_devices",
+        "reserve",
+    }
+    assert {field.name for field in fields(H200)} == {"name", *stated, *CONSTANTS}
+
+
+def test_a_search_says_which_layouts_are_too_near_to_tell():
+    found = search.search(arguments.job_of(QWEN.split(), 8, "qwen3-30b-a3b", any_layout=True), H200, best=2)
+    quick, slow = (
+        replace(found[0].plan, time=replace(found[0].plan.time, total=each)) for each in (1.0, 1.3)
+    )
+    said = "the step times of the first 2 rows differ by less than a factor of 1.25"
+    texts = [
+        " ".join(search.text([search.Found(plan_, "") for plan_ in (quick, other)], []).split())
+        for other in (replace(quick, time=replace(quick.time, total=1.2)), slow)
+    ]
+    assert said in texts[0]
+    assert said not in texts[1]
 
 
 def test_fp8_shortens_a_step_by_its_factor():
