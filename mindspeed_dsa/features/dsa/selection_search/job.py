@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.selection_search import greedy
@@ -91,6 +93,7 @@ def run(evaluator: Evaluator, step: Mapping[str, Any], context: Context[Options]
         "sequences": step.get("micro_batch_size"),
         "sequence_length": step.get("seq_length"),
         "data_parallel_ranks": state.get_data_parallel_world_size(),
+        "checksum_of_data": evaluator.checksum_of_data(),
     }
     results = _resumed(folder, identity)
     wanted = request.layers_kept
@@ -217,6 +220,19 @@ class Evaluator:
         self._frontier, self._tried, self._below = 1, 1, ""
         # Outputs below the frontier, and the selection at that place, by chunk and microbatch.
         self._kept: dict[tuple[int, int], tuple[Any, Selected | None]] = {}
+
+    def checksum_of_data(self) -> int | None:
+        """Return a checksum of this rank's first calibration microbatch; ``None`` on a rank without data."""
+        if not self._iterators:
+            return None
+        microbatch = next(self._iterators[0])
+        self._iterators[0].rewind()
+        checksum = 0
+        for leaf in tree_leaves(microbatch):
+            if isinstance(leaf, Tensor):
+                content = leaf.detach().cpu().reshape(-1).view(torch.uint8)
+                checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+        return checksum
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

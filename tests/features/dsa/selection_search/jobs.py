@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ def search(
     overrides: Mapping[str, Any] | None = None,
     stop_after: int | None = None,
     checkpoint: str = "checkpoint",
+    seed: int = 0,
     **layout: Any,
 ) -> dict[str, Any]:
     """Run a job that searches; return its results, the number of layer runs, and its exit status.
@@ -43,6 +45,7 @@ def search(
         overrides: fields of the model's configuration.
         stop_after: number of evaluations after which the job is killed; None for none.
         checkpoint: name of the checkpoint in the request.
+        seed: seed of the job's data.
         **layout: sizes of the parallel groups.
     """
     Path(folder).mkdir(exist_ok=True)
@@ -74,6 +77,7 @@ def search(
         mock.patch.object(search_job, "Evaluator", making),
         mock.patch.object(make, "loss", weighing),
         mock.patch.object(search_job, "run", running),
+        mock.patch.object(job, "samples", partial(job.samples, seed=seed)),
     ):
         try:
             steps.step(

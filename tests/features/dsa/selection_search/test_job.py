@@ -114,6 +114,12 @@ def test_results_of_another_checkpoint_are_refused_on_all_ranks(pool, tmp_path):
         assert "it has checkpoint checkpoint and not another" in each["error"]
 
 
+def test_results_of_other_data_are_refused(pool, tmp_path):
+    run(pool, tmp_path / "search", layers_kept=4)
+    (found,) = pool.run(SEARCH, 1, folder=str(tmp_path / "search"), layers_kept=4, seed=1)
+    assert "it has checksum_of_data" in found["error"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
