@@ -184,7 +184,7 @@ class _Rank:
         rows = self.r * model.router_topk * self.job.skew
         flex = self.job.training.flex
         # 128 experts, topk 8, EP 8: a token's experts are on 5.3 of 8 ranks, so 5.3 copies are sent, not 8.
-        sent = self.r * self.job.skew * copies(*model.routing, layout.ep) if flex else rows
+        sent = self.r * self.job.skew * copies(model.routing, layout.ep) if flex else rows
         collective: Collective = "dispatch" if flex else "all-to-all"
         # EP 32: 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, and 31 / 32 leave the rank.
         share = (layout.ep - 1) / layout.ep

@@ -193,20 +193,20 @@ def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
     return single if quicker else [*single, best]
 
 
-def text_of_ways(found: list[Way], devices: int) -> str:
+def text_of_ways(useful: list[Way], devices: int) -> str:
     """Return the table of :func:`ways`, with the advice to search if nothing fits.
 
     Args:
-        found: result of :func:`ways`.
+        useful: result of :func:`ways`.
         devices: job's number of devices.
     """
     rows = [("what saves memory", "GiB", "step [s]", "then")]
-    together = [way for way in found if way.flags not in MEMORY_FLAGS]
-    for way in found:
+    together = [way for way in useful if way.flags not in MEMORY_FLAGS]
+    for way in useful:
         name = "together, as below" if way in together else way.flags
         rows.append((name, f"{way.memory / GIB:+.1f}", f"{way.seconds:+.2f}", way.verdict))
-    lines = aligned(rows) if found else []
+    lines = aligned(rows) if useful else []
     lines += [line for way in together for line in shown(shlex.split(way.flags))]
-    if not any(way.verdict == FITS for way in found):
+    if not any(way.verdict == FITS for way in useful):
         lines.append(f"No flags make this layout fit; plan --search looks for others of {devices} devices.")
     return "\n".join(lines)

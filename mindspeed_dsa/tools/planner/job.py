@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mindspeed_dsa.context_parallel.padding import padded_length
 from mindspeed_dsa.megatron.batches import GLOBAL, SCHEDULE
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.tools.planner.routing import Routing
 
 
 class LayerKind(NamedTuple):
@@ -50,6 +51,7 @@ class Model:
         multiple: ``make_vocab_size_divisible_by``; times the TP size, it divides the padded size.
         router_groups: number of the router's groups of experts; 0 without groups.
         group_topk: number of groups that a token's experts come from.
+        neighbours: whether a token's experts are consecutive, as with the faked routing of some benchmarks.
     """
 
     layers: int
@@ -85,6 +87,7 @@ class Model:
     router_topk: int = 0
     router_groups: int = 0
     group_topk: int = 0
+    neighbours: bool = False
     expert_bias: bool = False
     mtp: int = 0
     words: int = 0
@@ -98,9 +101,10 @@ class Model:
         return self if rows == self.vocabulary else replace(self, vocabulary=rows)
 
     @property
-    def routing(self) -> tuple[int, int, int, int]:
-        """Numbers of experts, of a token's experts, of groups, and of a token's groups."""
-        return self.experts, self.router_topk, self.router_groups, self.group_topk
+    def routing(self) -> Routing:
+        """Settings that decide where a token is sent."""
+        numbers = (self.experts, self.router_topk, self.router_groups, self.group_topk)
+        return Routing(*numbers, self.neighbours)
 
     @property
     def query_dim(self) -> int:

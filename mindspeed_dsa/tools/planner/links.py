@@ -8,7 +8,7 @@ from functools import lru_cache
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Job
-from mindspeed_dsa.tools.planner.routing import copies
+from mindspeed_dsa.tools.planner.routing import Routing, copies
 
 _RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 
@@ -59,6 +59,6 @@ def _share_beyond(job: Job, ranks: int, nodes: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _received(routing: tuple[int, int, int, int], parts: int) -> float:
+def _received(routing: Routing, parts: int) -> float:
     """Return the copies of a token that leave its own part."""
-    return copies(*routing, parts) * (parts - 1) / parts
+    return copies(routing, parts) * (parts - 1) / parts

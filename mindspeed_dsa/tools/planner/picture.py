@@ -96,7 +96,7 @@ def draw(path: Path, plan: Plan) -> bool:
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 1), layout="constrained")
     device, layout, worst = plan.device, plan.job.layout, plan.worst
     rows = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
-    ranks = [str(each.rank) for each in plan.ranks]
+    ranks = [str(item.rank) for item in plan.ranks]
     _stack(memory, ranks, {name: values for name, values in rows.items() if max(values) >= 0.005})
     peak = worst.total / GIB
     memory.annotate(
@@ -113,7 +113,7 @@ def draw(path: Path, plan: Plan) -> bool:
     memory.set(title=f"{layout} on {layout.devices} {device.name}: {plan.verdict}", ylabel="GiB")
     memory.set_xlabel("pipeline rank")
     _legend(memory, lines)
-    ordered = sorted(plan.time.parts.items(), key=lambda each: -each[1])
+    ordered = sorted(plan.time.parts.items(), key=lambda part: -part[1])
     seen = {name: [value] for name, value in ordered if value >= 1e-3 * plan.time.total}
     _stack(step, ["step"], seen)
     share = f"{plan.utilisation():.0%} of the devices' FLOPs"

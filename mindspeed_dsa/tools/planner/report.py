@@ -129,10 +129,11 @@ def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tu
         ranks.setdefault(column, []).append(rank)
     groups = list(ranks.values())
     if len(groups) > _SHOWN:
-        largest = sorted(groups, key=lambda own: -needs[own[0]])
-        wanted = [groups[0], groups[-1], *(own for own in largest if own not in (groups[0], groups[-1]))]
+        ends = (groups[0], groups[-1])
+        largest = sorted(groups, key=lambda alike: -needs[alike[0]])
+        wanted = [*ends, *(alike for alike in largest if alike not in ends)]
         groups = sorted(wanted[:_SHOWN])
-    return [(_named(own), own) for own in groups]
+    return [(_named(alike), alike) for alike in groups]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from functools import lru_cache
 from math import comb
+from typing import NamedTuple
 
 FORCED, BIASED, FEW, LOSS = "forced balance", "expert bias", "few experts", "auxiliary loss or none"
 IMBALANCES = {FORCED: 1.0, BIASED: 1.1, FEW: 1.05, LOSS: 1.45}
@@ -30,19 +31,38 @@ def balancing_of(options: argparse.Namespace) -> str:
     return FEW if options.num_experts <= _FEW else LOSS
 
 
-@lru_cache(maxsize=1024)
-def copies(experts: int, topk: int, groups: int, group_topk: int, parts: int) -> float:
-    """Return the mean number of different parts with experts of a token, for random routing.
+class Routing(NamedTuple):
+    """Settings that decide where a token is sent.
 
-    Args:
-        experts: number of experts, divided evenly over the parts in their order.
+    Attributes:
+        experts: number of experts.
         topk: number of a token's experts.
         groups: number of the router's groups, each a range of experts; 1 or less for no groups.
         group_topk: number of groups that a token's experts come from.
-        parts: number of ranks or nodes.
+        neighbours: whether a token's experts are consecutive, beginning at a multiple of ``topk``.
     """
+
+    experts: int
+    topk: int
+    groups: int = 0
+    group_topk: int = 0
+    neighbours: bool = False
+
+
+@lru_cache(maxsize=1024)
+def copies(routing: Routing, parts: int) -> float:
+    """Return the mean number of different parts with experts of a token, for random routing.
+
+    Args:
+        routing: router's settings.
+        parts: number of ranks or nodes, over which the experts are divided evenly in their order.
+    """
+    experts, topk, groups, group_topk, neighbours = routing
     if parts <= 1:
         return float(parts)
+    if neighbours:
+        # 8 experts from a multiple of 8 on: one rank with 16 experts, two ranks with 4 each.
+        return max(1.0, topk * parts / experts)
     groups = groups if groups > 1 and 0 < group_topk < groups else 1
     token_groups = group_topk if groups > 1 else 1
     # Experts of one part that lie in one of its groups.

@@ -108,7 +108,7 @@ def peak(
         layers: number of layers, by chunk.
     """
     events = schedule(job, _enough(job)).ranks[rank]
-    later = {(each.chunk, each.microbatch) for each in events if each.kind is Kind.WEIGHT}
+    later = {(item.chunk, item.microbatch) for item in events if item.kind is Kind.WEIGHT}
     chunks = range(job.layout.vpp)
     open_now, waiting = [0 for _ in chunks], [0 for _ in chunks]
     best = last = Peak(tuple(open_now), tuple(waiting), 0.0)
@@ -128,7 +128,7 @@ def peak(
                 continue
             both, before = shared, last
             last = now
-            now = max(before, now, key=lambda each: each.nbytes)
+            now = max(before, now, key=lambda item: item.nbytes)
         else:
             last = now
         if now.nbytes + both > best.nbytes:

@@ -82,13 +82,13 @@ def search(
         )
     if any(layout_found.plan.fits for layout_found in fitting):
         fitting = [layout_found for layout_found in fitting if layout_found.plan.fits]
-    fitting.sort(key=lambda each: each.plan.time.total)
+    fitting.sort(key=lambda layout_found: layout_found.plan.time.total)
     # Quick plans rank the candidates; only the best ones are simulated event by event.
     refined = [
         Found(plan.make(layout_found.plan.job, device, allocator), layout_found.measures)
         for layout_found in fitting[: max(best, _REFINED)]
     ]
-    return sorted(refined, key=lambda each: each.plan.time.total)[:best]
+    return sorted(refined, key=lambda layout_found: layout_found.plan.time.total)[:best]
 
 
 def limits(job: Job) -> str:
@@ -208,15 +208,15 @@ def _training(job: Job, measure: int) -> Training:
     return replace(job.training, full=-1, full_group=1, modules=()) if measure == FULL else job.training
 
 
-def text(found: list[Found], given: Sequence[str]) -> str:
+def text(fastest: list[Found], given: Sequence[str]) -> str:
     """Return the table of layouts, each with its command line.
 
     Args:
-        found: result of :func:`search`.
+        fastest: result of :func:`search`.
         given: command line of the original job, script first if there is one.
     """
     rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "host GiB", "limited by")]
-    for item in found:
+    for item in fastest:
         planned = item.plan
         layout = planned.job.layout
         ends = "".join(
@@ -237,19 +237,19 @@ def text(found: list[Found], given: Sequence[str]) -> str:
             )
         )
     head, *lines = aligned(rows)
-    device = found[0].plan.device
-    all_ranks = found[0].plan.job.layout.devices
+    device = fastest[0].plan.device
+    all_ranks = fastest[0].plan.job.layout.devices
     ranks = min(device.host_devices, all_ranks)
     shown = [
-        f"{all_ranks} x {device.name}, {found[0].plan.verdict}",
+        f"{all_ranks} x {device.name}, {fastest[0].plan.verdict}",
         f"{device.memory:g} GiB of a rank, {device.reserve:g} in reserve",
         f"{device.host_memory:g} GiB of the host of {ranks} rank{'s' * (ranks > 1)}, assumed",
     ]
     shown = ["; ".join(shown), head]
-    for line, item in zip(lines, found, strict=True):
+    for line, item in zip(lines, fastest, strict=True):
         shown += [line, *command_lines.shown(command_lines.words_for(given, item.plan.job))]
-    shown += report.notes(_near(found))
-    said = dict.fromkeys([*found[0].plan.job.notes, *(limits(item.plan.job) for item in found)])
+    shown += report.notes(_near(fastest))
+    said = dict.fromkeys([*fastest[0].plan.job.notes, *(limits(item.plan.job) for item in fastest)])
     return "\n".join([*shown, *report.notes(filter(None, said))])
 
 

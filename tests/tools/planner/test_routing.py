@@ -9,7 +9,7 @@ import pytest
 from mindspeed_dsa.tools.planner import arguments, communication, links
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.devices import device
-from mindspeed_dsa.tools.planner.routing import copies
+from mindspeed_dsa.tools.planner.routing import Routing, copies
 from tests.tools.planner.jobs import deepseek
 
 DRAWS = 20_000
@@ -39,17 +39,27 @@ def drawn(experts, topk, groups, group_topk, parts):
     ],
 )
 def test_copies_are_those_of_random_routing(routing, parts):
-    assert copies(*routing, parts) == pytest.approx(drawn(*routing, parts), rel=0.01)
+    assert copies(Routing(*routing), parts) == pytest.approx(drawn(*routing, parts), rel=0.01)
 
 
 def test_copies_of_simple_routings():
-    assert copies(64, 6, 0, 0, 1) == 1
+    assert copies(Routing(64, 6, 0, 0), 1) == 1
     # Two of eight experts, one on each rank: always two ranks.
-    assert copies(8, 2, 0, 0, 8) == pytest.approx(2)
+    assert copies(Routing(8, 2, 0, 0), 8) == pytest.approx(2)
     # A token's eight experts come from four of eight groups, one on each node.
-    assert copies(256, 8, 8, 4, 8) <= 4 < copies(256, 8, 1, 1, 8)
+    assert copies(Routing(256, 8, 8, 4), 8) <= 4 < copies(Routing(256, 8, 1, 1), 8)
     # All groups are as no groups.
-    assert copies(256, 8, 8, 8, 8) == copies(256, 8, 1, 1, 8)
+    assert copies(Routing(256, 8, 8, 8), 8) == copies(Routing(256, 8, 1, 1), 8)
+
+
+def test_neighbours_travel_to_one_or_two_ranks():
+    """A token has the experts from a multiple of eight on: 16 experts on a rank, then 4."""
+    for experts, parts, ranks in ((128, 8, 1), (256, 64, 2)):
+        assert copies(Routing(experts, 8, neighbours=True), parts) == ranks
+        own = [
+            {(8 * token + place) % experts * parts // experts for place in range(8)} for token in range(64)
+        ]
+        assert {len(each) for each in own} == {ranks}
 
 
 QWEN = "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1 --bf16 --global-batch-size 64"
@@ -65,7 +75,7 @@ def test_flex_sends_a_token_once_to_each_node_and_rank():
     layout = "--expert-model-parallel-size 16 --moe-token-dispatcher-type"
     job, every = transfers(f"{layout} alltoall")
     flex, once = transfers(f"{layout} flex")
-    ranks, nodes = copies(128, 8, 0, 0, 16), copies(128, 8, 0, 0, 2)
+    ranks, nodes = copies(Routing(128, 8, 0, 0), 16), copies(Routing(128, 8, 0, 0), 2)
     assert once.nbytes == pytest.approx(every.nbytes * ranks / 8)
     h100 = device("h100")
     # A node's ranks hold 64 of the 128 experts: nearly every token has experts on both nodes.
@@ -91,7 +101,9 @@ def test_groups_of_nodes_bound_what_leaves_a_node():
         )
         for job in (free, bound)
     ]
-    assert spent[1] / spent[0] == pytest.approx(copies(256, 8, 8, 4, 8) / copies(256, 8, 1, 1, 8))
+    assert spent[1] / spent[0] == pytest.approx(
+        copies(Routing(256, 8, 8, 4), 8) / copies(Routing(256, 8, 1, 1), 8)
+    )
 
 
 def test_a_ring_uses_the_network_devices_of_all_its_ranks_in_a_node():
