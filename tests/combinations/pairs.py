@@ -77,10 +77,9 @@ These features form {pairs} combinations of two:
 * All other combinations were trained on CPUs, in {count} jobs with several features each
   ([list of jobs](#together)). Each job was also trained without the features.
   In fp32 losses differed by at most 0.1 %, gradient norms by at most 2 % and indexer losses by at most 5 %.
-  In bf16 the bounds are four times as high (`python -m pytest -m full tests/combinations/test_pairs.py`).
+  In bf16 these limits are four times as high (`python -m pytest -m full tests/combinations/test_pairs.py`).
 
-Two values of the same flag are not counted as a combination.
-The combinations in the next table are not counted either:
+The next table lists combinations that cannot exist, and that were not counted:
 one of the two features needs sparse attention, and the other one needs dense attention.
 
 | Feature | Combined with | |
@@ -93,9 +92,9 @@ one of the two features needs sparse attention, and the other one needs dense at
 {refused}
 ## Not combined
 
-The tables above omit [padded sequences](../features/pad-sequences.md).
+The tables on this page omit [padded sequences](../features/pad-sequences.md).
 `python -m tests.combinations` tests padded sequences together with random sets of the other features.
-The tables also omit these features:
+The tables also omit the following features:
 
 | Feature | Reason |
 | --- | --- |
