@@ -160,12 +160,23 @@ def test_pairs_of_forward_and_backward(pool, recompute, sharing, switches, sizes
 
 
 @pytest.mark.releases(">=0.16")
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, {"pp": 2}), (2, {"cp": 2})], ids=["PP2", "CP2"])
-def test_packed_documents(pool, ranks, sizes):
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "stage", "overrides"),
+    [
+        (2, {"pp": 2}, "sparse", FULL),
+        (2, {"cp": 2}, "sparse", FULL),
+        (1, {}, "warmup", {}),
+        (2, {"cp": 2}, "warmup", {}),
+    ],
+    ids=["PP2", "CP2", "warm-up", "CP2, warm-up"],
+)
+def test_packed_documents(pool, ranks, sizes, stage, overrides):
     step = "tests.features.attention.packs.documents:scripted_step"
     shared = {**HALF, "dsa_indexer_n_heads": 16}
-    switches = {"dsa_indexer_loss_layers": "served"}
+    switches = {"dsa_indexer_loss_layers": "served", "dsa_stage": stage}
     (alone,) = pool.run(step, 1, alone=True, from_tokens=True, overrides=shared, switches=switches)
-    packed = pool.run(step, ranks, from_tokens=True, overrides={**shared, **FULL}, switches=switches, **sizes)
+    packed = pool.run(
+        step, ranks, from_tokens=True, overrides={**shared, **overrides}, switches=switches, **sizes
+    )
     packed = packed[:1] if "cp" in sizes else packed
     assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)

@@ -139,6 +139,9 @@ def attend_to_shared_keys(
                 up_v_weight=up_v_weight,
                 **kwargs,
             )
+        if packed_seq_params is not None and query.dim() == 3:  # Megatron drops the batch of packed tensors
+            # [t, heads, dim] -> [t, 1, heads, dim]
+            query, key = query.unsqueeze(1), key.unsqueeze(1)
         call = call_of(
             self, query, key, up_v_weight, x, qr, context.options, context.megatron, packed_seq_params
         )

@@ -88,12 +88,15 @@ def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], Index
         index: function that returns the indexer's inputs, called only if there is a loss.
     """
     layer, backend = call.layer, call.options.backend
-    attachments = attachments_of(layer)
-    wanted = LossOptions(coefficient(layer.config) * weight_of(call), on_chosen_keys=False)
+    attachments, ours = attachments_of(layer), indexer_loss(call.megatron)
+    wanted = LossOptions(
+        coefficient(layer.config) * weight_of(call),
+        on_chosen_keys=False,
+        per_token=ours.takes_sums(layer.config),
+    )
     problem = Problem(operands, layer.config.dsa_indexer_topk, rows, call.groups, wanted, backend)
     loss, deliveries = _loss(call, problem, index, attachments is not None and wanted.coefficient > 0)
     if loss is not None and attachments is not None:
-        ours = indexer_loss(call.megatron)
         ours.log(loss / log_divisor(call), layer, call.groups.context)
         all_rows = operands.key.shape[0] * operands.key.shape[1] if rows.count is None else rows.count
         attachments.append(partial(ours.attach, loss=loss, rows=all_rows, deliveries=deliveries))
