@@ -22,8 +22,6 @@ from mindspeed_dsa.tools.planner.plan import Plan
 RECORDS = Path(__file__).with_name("published.json")
 PAGE = Path(__file__).parents[2] / "docs/design/planner.md"
 BEGIN, END = "<!-- published:begin -->\n", "<!-- published:end -->"
-BAND = 1.25
-"""Largest factor between planned and published time of a run that counts as near."""
 _PRECISION_AWARE = "--use-precision-aware-optimizer"
 _HALF_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 _COLUMNS = (
@@ -63,8 +61,8 @@ class Run:
 
     @property
     def near(self) -> bool:
-        """Whether the two times differ by at most the factor :data:`BAND`."""
-        return 1 / BAND <= self.ratio <= BAND
+        """Whether the two times differ by at most the factor :data:`plan.SPREAD`."""
+        return 1 / plan.SPREAD <= self.ratio <= plan.SPREAD
 
     @property
     def fits(self) -> bool:
@@ -91,7 +89,7 @@ class Nearness:
 
     Attributes:
         runs: number of runs.
-        near: number of runs within the factor :data:`BAND`.
+        near: number of runs within the factor :data:`plan.SPREAD`.
         typical: exp of the mean of |ln(planned / published)|.
         median: median of planned over published time.
     """

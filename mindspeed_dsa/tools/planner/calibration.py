@@ -27,13 +27,11 @@ APART = math.log(1.14)
 """Expected |ln(planned / measured)| of a calibrated job: the typical factor of published runs."""
 _HUBER = 1.5
 """Multiple of :data:`APART` beyond which a difference counts linearly."""
-_NEAR = 1.25
-"""Largest factor between planned and measured time that plans of tuned jobs have."""
 _ROUNDS, _STEP, _HALVINGS = 6, 0.05, 4
 _SHARE = 0.05
 """Smallest share of a step that a part has which is named as an explanation of the rest."""
 _MOST = 4.0
-"""Largest factor on a part that is named as an explanation of the rest."""
+"""Largest factor on a part that is named as an explanation of the rest, and on a step of the same device."""
 
 
 @dataclass(frozen=True)
@@ -263,20 +261,26 @@ def text(found: Calibration) -> str:
         times = (run.record.seconds, run.before.time.total, run.after.time.total)
         title = f"{run.record.name}: {run.after.job.layout} on {run.after.job.layout.devices}"
         rows.append((title, *(f"{value:.3g}" for value in times), f"{run.rest:.2f}"))
-    said = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
-    device = found.device
     lines = [
         *aligned(rows),
-        (
-            f"calibrated: {', '.join(said)}; links alone: --device-link {device.link:.0f} "
-            f"--device-network {device.network:.0f}"
-        ),
+        _changes(found),
         *_at_limits(found.factors),
         *_rest(found.runs),
     ]
     for run in found.runs:
         lines += _remarks(run)
     return "\n".join(lines)
+
+
+def _changes(found: Calibration) -> str:
+    """Return a line with the factors, and with flags for the links if they changed by 1 % or more."""
+    changed = {name: factor for name, factor in found.factors.items() if abs(math.log(factor)) >= 0.01}
+    if not changed:
+        return f"calibrated: nothing, {' and '.join(found.factors)} stay as assumed"
+    said = ", ".join(f"{name} x {factor:.2f}" for name, factor in changed.items())
+    device = found.device
+    flags = f"; these links as flags: --device-link {device.link:.0f} --device-network {device.network:.0f}"
+    return f"calibrated: {said}{flags if 'link rates' in changed else ''}"
 
 
 def _at_limits(factors: Mapping[str, float]) -> list[str]:
@@ -294,11 +298,16 @@ def _at_limits(factors: Mapping[str, float]) -> list[str]:
 def _rest(runs: Sequence[Compared]) -> list[str]:
     """Return lines about the difference that calibration leaves."""
     typical = math.exp(_left([run.rest for run in runs]))
-    beyond = [run for run in runs if not 1 / _NEAR <= run.rest <= _NEAR]
-    lines = [f"the rest is a typical factor of {typical:.2f}; plans of tuned jobs are within {_NEAR:g}"]
+    beyond = [run for run in runs if not 1 / plan.SPREAD <= run.rest <= plan.SPREAD]
+    lines = [f"the rest is a typical factor of {typical:.2f}; plans of tuned jobs are within {plan.SPREAD:g}"]
     for run in beyond:
         name, ratio = run.record.name, run.rest
-        if ratio > 1:
+        if ratio > _MOST:
+            lines.append(
+                f"{name} takes {ratio:.3g} times as long as planned: is --device the run's device, and "
+                "did no other job share it?"
+            )
+        elif ratio > 1:
             lines.append(
                 f"{name} takes {ratio:.2f} times as long as planned: as untuned or deterministic jobs do, "
                 "and those with one microbatch or unfused activations"

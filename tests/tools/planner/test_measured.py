@@ -182,6 +182,18 @@ def test_faster_steps_question_the_flags():
     assert "are its layers, sequence length and recomputation those of the flags?" in said
 
 
+def test_steps_of_another_device_are_questioned():
+    said = calibration.text(fitted({}, longer=20))
+    assert "times as long as planned: is --device the run's device" in said
+
+
+def test_without_links_and_launches_nothing_is_calibrated():
+    alone = arguments.job_of(FLAGS.split(), 1)
+    record = Record("alone", 1.1 * seconds(alone, H200))
+    found = calibration.calibrated([record], lambda _: alone, H200, plan.ALLOCATOR)
+    assert "calibrated: nothing, host time and link rates stay as assumed" in calibration.text(found)
+
+
 def test_memory_and_spread_are_compared():
     record = Record("EP16", seconds(job("EP16"), H200), spread=1.4, memory=50.0)
     found = calibration.calibrated([record], job_of, H200, plan.ALLOCATOR)
