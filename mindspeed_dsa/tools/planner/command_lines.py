@@ -53,18 +53,18 @@ _OTHER_OPTIMIZERS = {"reuse_fp32_param", "virtual_optimizer"}
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def words_for(given: Sequence[str], job: Job) -> list[str]:
+def words_for(command: Sequence[str], job: Job) -> list[str]:
     """Return the command line of a job found by a search.
 
     Args:
-        given: command line of the original job, script first if there is one; its layout flags are dropped.
+        command: command line of the original job, script first if there is one; its layout flags are dropped.
         job: job that the search found, with the same model as the original job.
 
     Returns:
-        Command line words: the remaining words of ``given``, then flags for layout, micro-batch and
+        Command line words: the remaining words of ``command``, then flags for layout, micro-batch and
             memory-saving features.
     """
-    read, named, _ = flags.read(given)
+    read, named, _ = flags.read(command)
     dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
     features, training = job.features, job.training
     # The search chose full recomputation, which replaces all partial measures.
@@ -81,7 +81,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
         added += [GLOBAL, str(training.batch)]
     options = flags.parser()._option_string_actions
     kept: list[str] = []
-    for group in groups(given):
+    for group in groups(command):
         action = options.get(group[0].partition("=")[0])
         if action is None or action.dest not in dropped:
             kept += group

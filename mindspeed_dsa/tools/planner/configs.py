@@ -225,7 +225,7 @@ def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
     return lines
 
 
-def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
+def apply(path: Path, options: argparse.Namespace, flags_given: set[str]) -> None:
     """Set the model's sizes in ``options``, except those given on the command line.
 
     Raises:
@@ -237,12 +237,12 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     except SettingsError as error:
         raise SettingsError(f"{error}; or omit --config, and give the sizes by Megatron's flags") from error
     # A pattern given as a flag overrides the file's frequency and offset, and the other way round.
-    overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()
+    overruled = _RULE if _PATTERN in flags_given else {_PATTERN} if flags_given & _RULE else set()
     for name, value in said.items():
-        if name not in given | overruled:
+        if name not in flags_given | overruled:
             setattr(options, name, value)
     layers = options.num_layers
-    if "moe_layer_freq" in said.keys() - given and layers != said["num_layers"]:
+    if "moe_layer_freq" in said.keys() - flags_given and layers != said["num_layers"]:
         options.moe_layer_freq = config.expert_layers(described, where, layers)
-    if options.dsa_indexer_topk_pattern and _PATTERN not in given:
+    if options.dsa_indexer_topk_pattern and _PATTERN not in flags_given:
         options.dsa_indexer_topk_pattern = options.dsa_indexer_topk_pattern[:layers]
