@@ -20,21 +20,21 @@ _HEADER = """\
 
 See which feature works with which release of Megatron-core.
 The file [compatibility.csv](compatibility.csv) has one row per feature and one column per release.
-This page explains the words in its cells.
+This page explains the words in the cells of this file.
 [A short table](../support.md#megatron) lists the features that a release does not support.
 
 Each cell combines the results of two checks:
 
 * **Sources.** Every patch target is looked up in the sources of the release, with the parameters that the
   patch uses. `make compat` repeats this check for all releases.
-  `python -m mindspeed_dsa diff PATH_OR_VERSION` runs it for a fork or a checkout.
+  `python -m mindspeed_dsa diff PATH_OR_VERSION` checks a fork or a checkout in the same way.
 * **Training.** `make test-matrix` trains with each feature in layouts that the feature supports, and
   compares the results with stock Megatron. A cell says "trained" only if these tests passed on that release.
 
 | Word | Meaning |
 | --- | --- |
 | trained | its tests passed on this release: training equals stock Megatron's, and the feature was used |
-| fits | all targets exist and take the parameters that the feature relies on; it was not trained there |
+| fits | all targets exist and take the parameters that the feature relies on; never trained on this release |
 | by *a backport* | the release lacks the code that is changed, and the feature named in the cell adds it |
 | not needed | the release includes the change itself |
 | not in this release | the release lacks the code that the feature changes |
@@ -43,14 +43,14 @@ Each cell combines the results of two checks:
 | not recorded | the release's sources were not searched for one of the targets |
 """
 _REMARKS = (
-    "Each line names a feature that failed a check, or that refused to run in its training test. It quotes "
-    "the message, and lists the releases in parentheses.\n\n"
+    "Each line names a feature that failed a check, or that refused to run in its training test. "
+    "The line quotes the message, and lists the releases in parentheses.\n\n"
 )
 _TORCH = (
     "\n## Releases of torch\n\n"
-    f"The package allows `torch{TORCH_TRIED}`. With a release outside this range, it logs one warning. "
-    "The table has the releases of torch with which the package's quick tests were run, on megatron-core "
-    "0.16.1 and Python 3.11 on CPUs.\n\n"
+    f"The package allows `torch{TORCH_TRIED}`. With a release outside this range, the package logs "
+    "one warning. The table lists the releases of torch on which the package's quick tests ran, with "
+    "megatron-core 0.16.1 and Python 3.11 on CPUs.\n\n"
     "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
     "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, most of `ops` | pass, with NumPy 2.2 for "
     "Triton's interpreter, except for: tests that need a later Triton (Gluon, `triton.knobs`); four tests of "
