@@ -148,6 +148,9 @@ class Layer:
         yield self._item("attention", n * heads, *core, size=FLOAT)  # log-sum-exp
         if self.kind.selects:
             yield from self._index(keys)
+        # A selecting layer keeps its scores for the layers that share, and each of these keeps a gradient.
+        if self.job.has_served_losses and (self.kind.serves or not self.kind.selects):
+            yield self._item("indexer", n * model.topk, *core, size=FLOAT)
 
     def _index(self, keys: float) -> Iterator[Kept]:
         """Yield the tensors kept by the indexer's operators and, if it is trained, by its projections."""
@@ -293,7 +296,8 @@ def shared_selection(job: Job, kind: LayerKind) -> Kept:
         return Kept("indexer", 0.0)
     stock = not job.features.attention
     keys = min(job.model.topk, job.sequence) if stock else job.model.topk
-    return Kept("indexer", float(job.tokens * keys * (LONG if stock else INDEX)))
+    size = (LONG if stock else INDEX) + FLOAT * job.has_served_losses  # keys, and their scores
+    return Kept("indexer", float(job.tokens * keys * size))
 
 
 def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:

@@ -162,15 +162,12 @@ class _Rank:
                 yield self._tp("all-to-all", "attention's output", width, when)
         else:
             yield from self._row("attention's output", model.hidden)
-        if self._needs_index(kind):
-            if self.sequence:
-                width = model.hidden + (model.query_lora or 0)
-                yield self._tp("all-gather", "indexer's inputs", width, "forward")
-            if model.index_loss:
-                target_keys = min(model.topk, self.job.sequence)
-                dense = not features.kl_loss
-                width = self.job.sequence if dense else target_keys
-                yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
+        if self._needs_index(kind) and self.sequence:
+            width = model.hidden + (model.query_lora or 0)
+            yield self._tp("all-gather", "indexer's inputs", width, "forward")
+        if (kind.selects or self.job.has_served_losses) and model.index_loss:
+            width = self.job.sequence if not features.kl_loss else min(model.topk, self.job.sequence)
+            yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
 
     def _needs_index(self, kind: LayerKind) -> bool:
         """Return whether the layer's indexer runs: it has a loss, or sequences are longer than ``topk``."""

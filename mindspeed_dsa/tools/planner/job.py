@@ -326,6 +326,7 @@ class Features:
         chunked_loss: pass that computes the output projection's gradient: ``auto``, ``forward`` or
             ``backward``; empty without chunked loss.
         ahead: ``in bubbles`` or ``in advance`` for ``--recompute-in-...``, else empty.
+        served_losses: whether layers that share a selection have an indexer loss.
     """
 
     fused: bool = False
@@ -362,6 +363,7 @@ class Features:
     warmup_stage: bool = False
     chunked_loss: str = ""
     ahead: str = ""
+    served_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -412,6 +414,11 @@ class Job:
             return 1
         # The same share of the replicas as for dense weights.
         return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
+
+    @property
+    def has_served_losses(self) -> bool:
+        """Whether layers that share a selection have an indexer loss on the selected keys."""
+        return self.features.served_losses and self.model.index_loss and not self.is_short
 
     @property
     def is_short(self) -> bool:

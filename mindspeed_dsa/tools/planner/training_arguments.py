@@ -6,6 +6,7 @@ import argparse
 import math
 
 from mindspeed_dsa.megatron.batches import entries_of
+from mindspeed_dsa.megatron.dsa import OWN
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Features, Sharding, Training
 
@@ -104,6 +105,7 @@ def features_of(options: argparse.Namespace) -> Features:
         indexer=part(options.use_fused_lightning_indexer),
         attention=part(options.use_fused_sparse_flash_attention),
         kl_loss=part(options.use_fused_lightning_indexer_kl_loss),
+        served_losses=options.dsa_indexer_loss_layers != OWN,
         reuse=options.reuse_fp32_param,
         swap_optimizer=options.swap_optimizer,
         swap_parts=int(options.swap_optimizer_times or 16),

@@ -232,6 +232,17 @@ def test_a_group_keeps_one_selection_and_one_indexers_activations(loss):
     assert kept(every) == in_flight(every) * 8 * layer
 
 
+def test_losses_of_layers_that_share_keep_scores_and_gradients():
+    """``4 K n`` bytes a token, indexer and its n layers: docs/features/dsa-shared-selections.md."""
+    served = f"{SLIME} --dsa-indexer-loss-layers served"
+    own, job = glm(SLIME), glm(served)
+    assert kept(job) - kept(own) == in_flight(job) * 8 * TOKENS * TOPK * 4  # two indexers of four layers
+    assert kept(glm(f"{served} {FULL}")) == 2 * kept(glm(f"{SLIME} {FULL}"))  # scores beside int32 indices
+    assert kept(glm(f"{served} --dsa-indexer-loss-coeff 0")) == kept(
+        glm(f"{SLIME} --dsa-indexer-loss-coeff 0")
+    )
+
+
 @pytest.mark.parametrize("recompute", [FULL, CORE])
 def test_recomputed_groups_keep_their_selection_until_backward(recompute):
     job = glm(f"{SLIME} {recompute}")
@@ -280,6 +291,9 @@ def test_indexers_share_tensor_parallel_transfers_of_computing_layers():
     of_a_layer = TOKENS * (6144 + 2048) * 2 / 2 + 2 * TOKENS * TOPK * 4 / 2
     assert gathered(job) == 2 * of_a_layer * job.microbatches
     assert gathered(every) == 8 * of_a_layer * every.microbatches
+    served = glm(f"{split} --dsa-indexer-loss-layers served")
+    targets = 6 * 2 * TOKENS * TOPK * 4 / 2  # of six layers that share
+    assert gathered(served) == gathered(job) + targets * job.microbatches
 
 
 def test_work_of_indexers_is_that_of_computing_layers():
