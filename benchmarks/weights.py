@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face import saving, shard_files
+from mindspeed_dsa.features.checkpoints.hugging_face import shard_files
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
@@ -101,10 +101,15 @@ def _import(source: Path, target: Path) -> None:
 
 def _export(checkpoint: Path, target: Path, like: Path | None, fp8: bool) -> None:
     options = Namespace(
-        checkpoint=checkpoint, target=target, like=like, dtype="bfloat16", shard_size=5 * 10**9,
+        checkpoint=checkpoint,
+        target=target,
+        like=like,
+        dtype="bfloat16",
+        shard_size=5 * 10**9,
         fp8_blocks=fp8,
-    )  # fmt: skip
-    saving.write_together(lambda: job.plan_of(options), _silent, "benchmark")
+        dsa_indexer_topk_pattern=None,
+    )
+    job.export(options, _silent)
 
 
 def _copy(source: Path, target: Path) -> None:

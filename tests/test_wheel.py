@@ -118,4 +118,6 @@ def test_try_works_without_a_checkout(python, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "runs" / "try" / "try.json").read_text())
     assert found["largest_difference"] < 1e-5
-    assert str(ROOT) not in (tmp_path / "runs" / "try" / "fused.log").read_text()
+    log = (tmp_path / "runs" / "try" / "fused.log").read_text()
+    # Warnings name files of packages, which may be installed below the checkout.
+    assert str(ROOT) not in log.replace(sysconfig.get_path("purelib"), "")

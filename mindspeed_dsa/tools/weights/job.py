@@ -162,7 +162,7 @@ def export(options: argparse.Namespace, progress: Progress) -> Plan:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the plan of the requested export. The checkpoint is resolved to the folder of one step.
+    """Return the plan of the requested export from a checkpoint: the folder of one step.
 
     Raises:
         RunError: the checkpoint cannot be read.

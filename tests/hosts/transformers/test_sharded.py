@@ -80,6 +80,7 @@ def test_adapters_of_indexers_beside_frozen_layers(pool):
     ids=str,
 )
 def test_models_that_transformers_shards(pool, tmp_path, distributed, bound):
+    pytest.importorskip("accelerate")
     for kind in KINDS:
         folder = tmp_path / kind.replace(" ", "_")
         build(kind).save_pretrained(folder)
