@@ -192,6 +192,7 @@ def export_where_rank_1_sees(what: str, checkpoints: str, target: str) -> str:
         dtype=None,
         shard_size=PART,
         fp8_blocks=False,
+        dsa_indexer_topk_pattern=None,
     )
     with contextlib.ExitStack() as patched:
         if dist.get_rank() == 1 and what == "no tracker":
