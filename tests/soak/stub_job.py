@@ -113,7 +113,8 @@ def _save(folder: Path, step: int, weight: int) -> Callable[[], None]:
         if code:
             why = "No space left on device" if code == 1 else "its writer has ended without a word"
             raise RunError(f"checkpoint {partial} was not written ({why})")
-        checkpoints.publish(partial, step, {})
+        # With checksums, by which a resumed run finds a flipped bit.
+        checkpoints.publish(partial, step, verify=True)
 
     return name
 
