@@ -138,17 +138,17 @@ TABLES: dict[str, Callable[[], str]] = {
 """Builder of each page's table."""
 
 
-def filled(text: str, table: str) -> str:
-    """Return the page with its table replaced.
+def filled(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return the page with the part between two markers replaced, by default its table.
 
     Raises:
         ValueError: the page lacks a marker.
     """
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page lacks {BEGIN.strip()} or {END}")
-    return f"{before}{BEGIN}{table}{end}{after}"
+    before, _, rest = text.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not closing:
+        raise ValueError(f"the page lacks {begin.strip()} or {end}")
+    return f"{before}{begin}{table}{end}{after}"
 
 
 def placed(text: str) -> str:

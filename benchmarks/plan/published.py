@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from mindspeed_dsa.tools.planner import arguments, devices, plan
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
@@ -279,16 +280,8 @@ def _sources(chosen: Sequence[Record]) -> str:
 
 
 def filled(text: str, block: str) -> str:
-    """Return the page's text with its generated part replaced.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page lacks {BEGIN.strip()} or {END}")
-    return f"{before}{BEGIN}{block}{end}{after}"
+    """Return the page's text with its generated part replaced."""
+    return figures.filled(text, block, BEGIN, END)
 
 
 def write() -> None:
