@@ -98,7 +98,8 @@ The first one also accepts :data:`~mindspeed_dsa.feature.AUTO`, its value under 
 """
 
 
-OWN, SERVED, SERVED_SUM = LOSS_LAYERS = ("own", "served", "served-sum")
+OWN, SERVED = "own", "served"
+LOSS_LAYERS = (OWN, SERVED, "served-sum")
 """Layers whose attention an indexer learns: its own, or the mean or sum of all that it serves."""
 
 

@@ -257,7 +257,7 @@ class Selections:
     Args:
         latest: initial selection.
         microbatch: initial microbatch.
-        served: in a recomputation, name and gradients of the layer that selected in the first run.
+        served: name and gradients of the layer that selected in the first run; None outside recomputation.
     """
 
     def __init__(

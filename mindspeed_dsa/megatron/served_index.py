@@ -52,7 +52,7 @@ class ServedGradients:
 class Delivery(NamedTuple):
     """Gradients of one layer's loss, which its backward adds to the sums.
 
-    It does not hold the indexer's outputs, so that these are freed with the last layer that reads them.
+    A delivery holds no outputs of the indexer, so these are freed with the last layer that reads them.
     """
 
     sums: ServedGradients

@@ -274,7 +274,7 @@ class Problem:
         precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
         given: recorded or shared selection to use instead of the indexer's. With a shared selection there is
             a loss only if the selection has the outputs of its indexer.
-        serving: what a layer that selects for other layers hands on for their losses; None for nothing.
+        serving: outputs that a selecting layer hands on for losses of other layers; None for nothing.
     """
 
     operands: Operands

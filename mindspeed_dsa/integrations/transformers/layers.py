@@ -56,7 +56,7 @@ def weights_of(attentions: list[Any], loss_layers: LossLayers) -> dict[int, floa
 class Shared:
     """Selection of a layer whose indexer trains, for the layers that reuse it.
 
-    It replaces the indices that a layer returns, and that transformers passes to the next layer. So each call
+    An object takes the place of the indices that a layer returns and transformers passes on. So each call
     of a layer holds its own selection: a recomputed layer gets the one of its forward pass, and the last
     graph that needs the selection frees it. It is no tuple, because FSDP2 would cast a tuple's fp32 scores to
     the dtype of its parameters.

@@ -175,7 +175,7 @@ class Evaluator:
         reuses: whether layers below the frontier return outputs of an earlier evaluation.
 
     Attributes:
-        request: what to search for.
+        request: checkpoint, number of layers and of microbatches of the search.
         config: model's configuration.
         start: pattern of the job.
         firsts: ascending numbers of the first layers of all ranks' chunks.
