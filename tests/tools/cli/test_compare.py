@@ -366,8 +366,9 @@ def test_the_example_for_real(compare, tmp_path, capsys):
         newest = max(tmp_path.glob("out*/compare.json"), key=os.path.getmtime)
         return json.loads(newest.read_text())
 
-    # Recomputation changes no bit.
-    comparison = run("--features", "recompute-norm", "--repeats", "2")
+    # Recomputation changes no bit of a fused norm. PyTorch's RMSNorm is several operations on CPUs, and
+    # autograd adds their gradients in another order.
+    comparison = run("--features", "recompute-norm", "--repeats", "2", "--use-fused-rmsnorm")
     assert comparison["warnings"] == []
     assert comparison["initial_weights"]["same"] is True
     assert set(comparison["compared"]) == {"lm_loss", "grad_norm", "indexer_loss"}
