@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece
@@ -227,6 +227,11 @@ _OTHERS = {
     ("builtins", "frozenset"),
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
 }
+# Indexes of Megatron-core 0.12 to 0.15 hold subclasses of PyTorch's classes, which have one field more.
+_OF_MEGATRON = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -238,6 +243,8 @@ class _IndexUnpickler(pickle.Unpickler):
         Raises:
             UnpicklingError: any other class.
         """
+        if (module, name) in _OF_MEGATRON:
+            return _OF_MEGATRON[module, name]
         # A dotted name would reach into other modules.
         if "." not in name and (module in (*_OF_TORCH, "torch") or (module, name) in _OTHERS):
             member = super().find_class(module, name)

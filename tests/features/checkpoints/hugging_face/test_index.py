@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+import sys
+import types
+import unittest.mock
 from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX, Checkpoint
 from mindspeed_dsa.runs.files import RunError
@@ -71,3 +76,28 @@ def test_an_index_that_lacks_a_part_is_damaged(tmp_path: Path, index: Metadata) 
     (tmp_path / INDEX).write_bytes(pickle.dumps(index))
     with pytest.raises(RunError, match=r"\.metadata cannot be read"):
         Checkpoint(tmp_path)
+
+
+def test_an_index_holds_subclasses_of_megatron_0_15_and_before(tmp_path: Path) -> None:
+    # Both classes as Megatron-core 0.15 defines them, under the names that it pickles.
+    @dataclasses.dataclass
+    class MCoreMetadata(Metadata):
+        mcore_data: dict[str, object] | None = None
+
+    @dataclasses.dataclass(frozen=True)
+    class MCoreSavePlan(SavePlan):
+        mcore_data: dict[str, object] | None = None
+
+    strategies = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for made in (MCoreMetadata, MCoreSavePlan):
+        made.__module__, made.__qualname__ = strategies.__name__, made.__name__
+        setattr(strategies, made.__name__, made)
+    place = _StorageInfo("__0_0.distcp", 0, 16)
+    index = MCoreMetadata({}, storage_data={MetadataIndex("weight"): place}, mcore_data={"weight": {}})
+    index.all_local_plans = [MCoreSavePlan([], mcore_data={"weight": {}})]
+    with unittest.mock.patch.dict(sys.modules, {strategies.__name__: strategies}):
+        (tmp_path / INDEX).write_bytes(pickle.dumps(index))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(16))
+    read = Checkpoint(tmp_path).read_metadata()
+    assert type(read) is Metadata
+    assert read.storage_data == index.storage_data
