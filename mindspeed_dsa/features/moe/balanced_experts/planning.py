@@ -8,6 +8,8 @@ on rates, which are options or measured once per process group.
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +20,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options
 from mindspeed_dsa.features.moe.experts import SingleExperts
 from mindspeed_dsa.megatron.measured import slowest, timed
+from mindspeed_dsa.parallel.names import named
 
 Floats = npt.NDArray[np.float64]
 
@@ -189,6 +193,44 @@ def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any
     return best
 
 
+# -- chains ----------------------------------------------------------------------------------------
+
+
+def chain_of(owner: int, receivers: Sequence[int], nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return an expert's receivers in the order in which they pass its weights on.
+
+    Ranks of the owner's node come first, then node by node, so that each network is crossed once.
+
+    Args:
+        owner: rank that sends first.
+        receivers: ranks that receive the weights, in any order.
+        nodes: node number of each rank, see :func:`nodes_of`.
+    """
+    # Owner on node 1 of 0 to 3: nodes 1, 2, 3, 0.
+    count = max(nodes) + 1
+    return tuple(sorted(receivers, key=lambda rank: ((nodes[rank] - nodes[owner]) % count, rank)))
+
+
+def nodes_of(group: Any, context: Context[Options]) -> tuple[int, ...]:
+    """Return each rank's node number, from 0 in rank order. The first call is collective over the group.
+
+    Args:
+        group: expert parallel process group.
+        context: context of the feature.
+    """
+    known = context.state(Groups).nodes
+    if group not in known:
+        # 63 bits of the host's name; equal numbers of different hosts would only make chains slower.
+        name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
+        own = torch.tensor([name], dtype=torch.int64, device=platforms.current().device)
+        names = own.new_empty(dist.get_world_size(group))
+        with named("nodes of ranks"):
+            dist.all_gather_into_tensor(names, own, group=group)
+        numbers: dict[int, int] = {}
+        known[group] = tuple(numbers.setdefault(name, len(numbers)) for name in names.tolist())
+    return known[group]
+
+
 # -- rates -----------------------------------------------------------------------------------------
 
 _ROWS = 512
@@ -228,9 +270,17 @@ class Rates:
         )
 
 
-def measured_rates(context: Context[Options]) -> WeakKeyDictionary[Any, Rates]:
-    """Create the session's dict from process group to measured rates."""
-    return WeakKeyDictionary()
+class Groups:
+    """Facts about the session's expert parallel groups.
+
+    Attributes:
+        rates: measured rates by group.
+        nodes: node number of each rank by group.
+    """
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.rates: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
+        self.nodes: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[Options]) -> Rates:
@@ -242,7 +292,7 @@ def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[O
         group: expert parallel process group.
         context: context of the feature, whose options may give one or both rates.
     """
-    options, measured = context.options, context.state(measured_rates)
+    options, measured = context.options, context.state(Groups).rates
     if options.matmul_rate is not None and options.link_rate is not None:
         return Rates(options.matmul_rate * 1e12, options.link_rate * 1e9)
     if group not in measured:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import chain, combinations
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_dsa.features.moe.balanced_experts import planning
-from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, choose
+from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, chain_of, choose, nodes_of
+from tests.support.contexts import context
 
 FREE = Costs(row=1.0, token=0.0, weights=0.0, gradients=0.0)
 """Costs with free transfers, so the best balance is the best plan."""
@@ -179,3 +182,34 @@ def test_nothing_is_searched_where_no_transfer_can_pay(monkeypatch):
         )
         assert choose(counts, costs, 3).experts == ()
         assert len(searched) == times
+
+
+@pytest.mark.parametrize(
+    ("owner", "receivers", "nodes", "chain"),
+    [
+        (0, (3, 1, 2), (0, 0, 0, 0), (1, 2, 3)),
+        (2, (0, 1, 3), (0, 0, 0, 0), (0, 1, 3)),
+        (3, range(8), (0, 0, 1, 1, 2, 2, 3, 3), (2, 4, 5, 6, 7, 0, 1)),
+        (1, (0, 2, 4, 7), (0, 1, 2, 0, 1, 2, 0, 1), (4, 7, 2, 0)),
+        (1, (), (0, 0), ()),
+    ],
+    ids=("one node", "owner in the middle", "four nodes", "interleaved nodes", "nobody"),
+)
+def test_a_chain_leaves_each_node_once(owner, receivers, nodes, chain):
+    assert chain_of(owner, [rank for rank in receivers if rank != owner], nodes) == chain
+
+
+def test_nodes_are_numbered_by_hosts_and_gathered_once(pool):
+    ranks = pool.run("tests.features.moe.balanced_experts.test_planning:found_nodes", 4)
+    assert ranks == [((0, 1, 1, 0), 1)] * 4
+
+
+def found_nodes() -> tuple[tuple[int, ...], int]:
+    """Return what two calls find with four ranks on two hosts, and the number of all-gathers."""
+    rank, own = dist.get_rank(), context("balanced-moe-experts")
+    gather = mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor)
+    host = mock.patch("socket.gethostname", return_value="east" if rank in (0, 3) else "west")
+    with host, gather as gathered:
+        first, second = (nodes_of(dist.group.WORLD, own) for _ in range(2))
+    assert first == second
+    return first, gathered.call_count
