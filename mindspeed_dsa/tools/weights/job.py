@@ -127,6 +127,8 @@ def _completed(values: Mapping[str, Any], said: argparse.Namespace) -> argparse.
     usual.pop("rope_type", None)
     if any(hasattr(said, name) for name in _SHARING):
         usual = {name: value for name, value in usual.items() if name not in _SHARING}
+    # Decides which rows of the embedding are padding.
+    usual["make_vocab_size_divisible_by"] = _MULTIPLE
     given = {name: value for name, value in usual.items() if value_of(said, name) is MISSING}
     return argparse.Namespace(**given, **vars(said))
 

@@ -103,3 +103,21 @@ def test_a_flag_of_no_known_architecture_is_refused(words: str, said: str, tmp_p
         wanted(config("qwen3_moe"), words.split(), tmp_path)
     assert said in str(caught.value)
     wanted(config("qwen3_moe"), ["--softmax-type", "vanilla", "--window-attn-skip-freq", "4"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("--vocab-size 1023", None),
+        ("--vocab-size 769 --tensor-model-parallel-size 2", None),
+        ("--vocab-size 896", 896),
+        ("--vocab-size 1023 --make-vocab-size-divisible-by 1", 1023),
+    ],
+)
+def test_a_vocabulary_is_padded_before_it_is_compared(words: str, rows: int | None, tmp_path: Path) -> None:
+    file = config("qwen3_moe", vocab_size=1024)
+    if rows is None:
+        assert wanted(file, words.split(), tmp_path).vocabulary == 1024
+        return
+    with pytest.raises(SettingsError, match=f"vocab_size is {rows} here and 1024 in the files"):
+        wanted(file, words.split(), tmp_path)
