@@ -316,6 +316,12 @@ def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
     return deferred
 
 
+def queued_gradient_of(weight: Tensor) -> QueuedGradient | None:
+    """Return the queued gradient of a weight, to which more can be added; ``None`` if it is not queued."""
+    deferred = _deferred.get().get(id(weight))
+    return deferred if isinstance(deferred, QueuedGradient) else None
+
+
 def is_deferred(weight: Tensor) -> bool:
     """Return whether :func:`deferred_gradient_of` would return a gradient, without requesting it."""
     return id(weight) in _deferred.get()

@@ -99,13 +99,17 @@ class Recorder:
         self._watch: Watch | None = None
         self._ends: weakref.finalize[..., Recorder] | None = None
         self._failed = False
+        # Weights of moved experts are passed on by a thread of their own.
+        self._lock = threading.Lock()
 
     def run(self, original: _Function, describe: Callable[..., _Call], args: Any, kwargs: Any) -> Any:
         """Call ``original``, and record its start and end. If recording fails, only the recording stops."""
         calls = slot = None
         if not self._failed:
             try:
-                calls, slot = self._start(describe(*args, **kwargs))
+                call = describe(*args, **kwargs)
+                with self._lock:
+                    calls, slot = self._start(call)
             except Exception as error:
                 self._give_up(error)
         self.inside.now, failure = True, ""
@@ -189,6 +193,7 @@ class Recorder:
         if self._ends is not None:
             self._ends.detach()  # the finalizer would stop the watch
         self._groups, self._watch = WeakKeyDictionary(), None
+        self._lock = threading.Lock()  # the parent's may be held by a thread that the child lacks
 
     # -- for the file -----------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ reduction requires this: a weight must get the same number of gradients in each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,8 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.balanced_experts.chains import Lane
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options, check_balanced
-from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose, rates_of
+from mindspeed_dsa.features.moe.balanced_experts.planning import (
+    Plan,
+    chain_of,
+    choose,
+    nodes_of,
+    rates_of,
+)
 from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExpert, WeightTransfer
 from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
 from mindspeed_dsa.megatron.configuration import require
@@ -43,12 +51,18 @@ class _Layer:
         self.count: int = dispatcher.num_local_experts
         self.group = dispatcher.ep_group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._parameters: list[Tensor] = []
 
-    @cached_property
+    @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that may be sent, without duplicates."""
-        weights = (weight for expert in range(self.count) for weight in self.experts.expert_weights(expert))
-        return list({id(weight.parameter): weight.parameter for weight in weights}.values())
+        """All parameters that may be sent, without duplicates. Call where sharded weights are gathered."""
+        # FSDP2 has other parameters between forwards, and may make new ones.
+        if not self._parameters or self.experts.expert_weights(0)[0].parameter is not self._parameters[0]:
+            weights = (
+                weight for expert in range(self.count) for weight in self.experts.expert_weights(expert)
+            )
+            self._parameters = list({id(weight.parameter): weight.parameter for weight in weights}.values())
+        return self._parameters
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
@@ -143,6 +157,7 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
 
 def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
     """Wrap ``dispatch_preprocess``: choose the experts to move; hide their tokens from the dispatcher."""
+    lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()  # by process group
 
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
@@ -167,7 +182,10 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
                 once="the first that do",
                 ranks="stage",
             )
-        forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
+        moved = _moved(layer, plan, counts, learning, nodes_of(layer.group, context))
+        lane = lanes.setdefault(layer.group, Lane())
+        transfer = WeightTransfer(moved, layer.parameters, layer.shapes, layer.group, lane)
+        forward, cold_map = _split(transfer, counts, hidden_states, routing_map, probs)
         if not in_pieces(self):
             # Created first, so it runs last in backward: the gradients have the most time to arrive.
             forward.transfer.announce()
@@ -228,6 +246,7 @@ def add_hot_outputs(original: Call) -> Call:
         if not isinstance(forward, _Forward):
             return output
         accompany(self, None)
+        forward.transfer.settle()
         # [tokens, hidden]. Also with 0 rows: backward through this node starts the gradients' transfer.
         # Not in place: the dispatcher's output may be a view made by a custom function, and others may
         # have hooks on its gradient.
@@ -237,27 +256,30 @@ def add_hot_outputs(original: Call) -> Call:
     return combine_postprocess
 
 
+def _moved(
+    layer: _Layer, plan: Plan, counts: Any, learning: list[bool], nodes: Sequence[int]
+) -> list[MovedExpert]:
+    """Return the moved experts. All ranks need the chains of all experts to match their messages."""
+    moved = []
+    for expert in plan.experts:
+        owner = expert // layer.count
+        receivers = [int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != owner]
+        weights = layer.experts.expert_weights(expert % layer.count) if owner == layer.rank else ()
+        chain = chain_of(owner, receivers, nodes)
+        moved.append(MovedExpert(expert, owner, chain, learning[expert], weights))
+    return moved
+
+
 def _split(
-    layer: _Layer,
-    plan: Plan,
+    transfer: WeightTransfer,
     counts: Any,
-    learning: list[bool],
     hidden_states: Tensor,
     routing_map: Tensor,
     probs: Tensor,
 ) -> tuple[_Forward, Tensor]:
     """Split the tokens: return the state of those for received experts, and the other tokens' routing map."""
-    moved = []
-    received = []
-    for expert in plan.experts:
-        owner = expert // layer.count
-        receivers = tuple(int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != owner)
-        # Only the owner has the weights; all ranks need owner and receivers to match their messages.
-        weights = layer.experts.expert_weights(expert % layer.count) if owner == layer.rank else ()
-        moved.append(MovedExpert(owner, receivers, learning[expert], weights))
-        if layer.rank in receivers:
-            received.append(expert)
-    rows = [int(counts[layer.rank, expert]) for expert in received]
+    received = [expert.number for expert in transfer.received]
+    rows = [int(counts[transfer.rank, expert]) for expert in received]
     cold_map = routing_map
     indices = torch.zeros(0, dtype=torch.int32, device=routing_map.device)
     places = indices
@@ -271,9 +293,9 @@ def _split(
         # Flat index into probs [tokens, experts]: with 64 experts, token 3 of expert 5 is 3 * 64 + 5 = 197.
         places = indices * routing_map.size(1) + columns.index_select(0, row_map.experts)
     forward = _Forward(
-        transfer=WeightTransfer(moved, layer.parameters, layer.shapes, layer.group),
+        transfer=transfer,
         counts=rows,
-        cold=int(counts[layer.rank].sum()) - sum(rows),
+        cold=int(counts[transfer.rank].sum()) - sum(rows),
         indices=indices,
         rows=hidden_states.view(-1, hidden_states.size(-1)).index_select(0, indices),
         probs=probs.reshape(-1).index_select(0, places),

@@ -1,5 +1,9 @@
 """Transfer of experts' weights to other ranks for one forward and backward, and of their gradients back.
 
+The weights of an expert pass along a chain: from their owner to the first receiver, from there to the next.
+Gradients come back along the same chain: each rank adds its own to those that it receives, so the order of
+the sum is fixed.
+
 Two autograd functions split each transfer into a start and a wait, as in
 :mod:`mindspeed_dsa.parallel.all_to_all`. In forward, the weights are in transfer between
 :meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait`. In backward, the node of ``wait`` sends the
@@ -7,13 +11,16 @@ gradients, and the node of :meth:`WeightTransfer.announce` waits for them. Nodes
 and ``wait`` hide this transfer.
 
 The node of ``announce`` has all weights that could be sent as inputs. Autograd therefore completes a weight's
-gradient, and runs its hooks, only after the gradients of the receivers have arrived.
+gradient, and runs its hooks, only after the gradients of the receivers have arrived. If a schedule computes
+weight gradients later (``--split-backward``), this node is not used: the gradients of the receivers are
+queued beside the weight's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed_dsa.features.moe.balanced_experts.chains import Chains, Flow, Lane
 from mindspeed_dsa.features.moe.experts import WeightSlice
-from mindspeed_dsa.parallel.names import named
-from mindspeed_dsa.parallel.transfers import Pending
+from mindspeed_dsa.parallel.weight_gradients import QueuedGradient, queued_gradient_of
 
 
 @dataclass(frozen=True)
@@ -31,14 +38,16 @@ class MovedExpert:
     """Expert whose weights are sent. All ranks of the group build the same list.
 
     Attributes:
+        number: number of the expert in the layer.
         owner: rank in the group to which the expert belongs.
-        receivers: ranks in the group that receive the weights, ascending; excludes the owner.
+        chain: ranks in the group that receive the weights, in this order; excludes the owner.
         learns: whether the expert is trained; only then gradients are sent back.
         weights: the expert's weights on the owner; empty on other ranks.
     """
 
+    number: int
     owner: int
-    receivers: tuple[int, ...]
+    chain: tuple[int, ...]
     learns: bool
     weights: tuple[WeightSlice, ...] = ()
 
@@ -51,6 +60,7 @@ class WeightTransfer:
         parameters: all parameters that this rank could send in any forward, at least one.
         shapes: shapes of one expert's weights.
         group: process group.
+        lane: lane of the group's transfers.
     """
 
     def __init__(
@@ -59,24 +69,28 @@ class WeightTransfer:
         parameters: Sequence[Tensor],
         shapes: Sequence[torch.Size],
         group: Any,
+        lane: Lane,
     ) -> None:
-        self.experts, self._parameters, self._shapes, self._group = experts, parameters, shapes, group
+        self.experts, self._parameters, self._shapes = experts, parameters, shapes
+        self._group, self._lane = group, lane
         self._like = parameters[0]
         self.rank = dist.get_rank(group)
-        self.received = [expert for expert in experts if self.rank in expert.receivers]
+        self.received = [expert for expert in experts if self.rank in expert.chain]
         self.token: Tensor | None = None
-        self._launched = False
-        self._weights = _Messages(group)
-        self._gradients = _Messages(group)
+        self._queued: dict[int, QueuedGradient] = {}
+        self._weights: Chains | None = None
+        self._gradients: Chains | None = None
         self._buffers: list[Tensor] = []
-        self._returned: dict[int, list[list[Tensor]]] = {}
+        self._returned: list[tuple[WeightSlice, Tensor]] = []
 
     def announce(self) -> None:
         """Create the node that waits for the gradients in backward. All ranks call this at the same point."""
+        self.token = _Announce.apply(self, self._anchor(), *self._parameters)
+
+    def _anchor(self) -> Tensor:
         # A rank with frozen experts may still receive trained ones.
         learns = any(expert.learns for expert in self.experts)
-        anchor = torch.empty((), device=self._like.device, requires_grad=learns)
-        self.token = _Announce.apply(self, anchor, *self._parameters)
+        return torch.empty((), device=self._like.device, requires_grad=learns)
 
     def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         """Wait for the received weights. The backward of this node sends their gradients.
@@ -89,98 +103,115 @@ class WeightTransfer:
             ``rows``, and a list of weights per received expert, in the order of ``received``.
         """
         token, self.token = self.token, None
+        queued = ((parameter, queued_gradient_of(parameter)) for parameter in self._parameters)
+        self._queued = {id(parameter): gradient for parameter, gradient in queued if gradient is not None}
+        if self._queued:
+            # Backward gives these weights no gradients. Others, such as biases, still get theirs there.
+            others = [
+                each for each in self._parameters if each.requires_grad and id(each) not in self._queued
+            ]
+            token = _Announce.apply(self, self._anchor(), *others) if others else self._anchor()
         rows, *weights = _Wait.apply(self, rows, token, len(self.received) * len(self._shapes))
         size = len(self._shapes)
         return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
 
     def launch(self) -> None:
         """Start sending the weights; later calls do nothing. All ranks call this at the same point."""
-        if self._launched:
+        if self._weights is not None:
             return
-        self._launched = True
+        flows = []
         for expert in self.experts:
+            flow = self._flow("weights", expert, (expert.owner, *expert.chain), self._like.dtype)
             if self.rank == expert.owner:
-                for receiver in expert.receivers:
-                    for weight in expert.weights:
-                        self._weights.send(weight.of(weight.parameter.detach()), receiver)
-            elif self.rank in expert.receivers:
-                for shape in self._shapes:
-                    buffer = self._weights.receive(shape, self._like, self._like.dtype, expert.owner)
-                    self._buffers.append(buffer)
+                flow.own = [weight.of(weight.parameter.detach()) for weight in expert.weights]
+            elif self.rank in expert.chain:
+                flow.received = self._new_buffers(self._like.dtype)
+                self._buffers += flow.received
+            flows.append(flow)
+        self._weights = Chains(flows, self._group, self._lane)
         self._weights.launch()
 
     def arrived(self) -> list[Tensor]:
         """Wait for the weights and return their buffers."""
-        self._weights.wait()
+        assert self._weights is not None
+        self._weights.arrive()
         buffers, self._buffers = self._buffers, []
         return buffers
 
+    def settle(self) -> None:
+        """Wait until this rank has passed the weights on. The parameters may change afterwards."""
+        if self._weights is not None:
+            self._weights.settle()
+
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Start sending gradients of received weights to the owners, in fp32 or wider.
+        """Start sending gradients of received weights towards the owners, in fp32 or wider.
 
         Args:
             gradients: gradients of the received weights, in the order of experts and weights.
         """
         rest = iter(gradients)
-        for number, expert in enumerate(self.experts):
-            wide = torch.promote_types(self._like.dtype, torch.float32)
-            if self.rank in expert.receivers:
-                for gradient in (next(rest) for _ in self._shapes):
-                    if expert.learns:
-                        self._gradients.send(gradient.to(wide), expert.owner)
-            elif self.rank == expert.owner and expert.learns:
-                self._returned[number] = [
-                    [self._gradients.receive(shape, self._like, wide, receiver) for shape in self._shapes]
-                    for receiver in expert.receivers
-                ]
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        flows = []
+        for expert in self.experts:
+            own = [next(rest) for _ in self._shapes] if self.rank in expert.chain else []
+            if not expert.learns:
+                continue
+            flow = self._flow("gradients", expert, (*expert.chain[::-1], expert.owner), wide)
+            flow.own = [gradient.to(wide).contiguous() for gradient in own]
+            if self.rank == expert.owner:
+                flow.received = self._new_buffers(wide)
+                self._returned += zip(expert.weights, flow.received, strict=True)
+            elif self.rank in expert.chain[:-1]:
+                flow.received = self._new_buffers(wide)
+            flows.append(flow)
+        self._gradients = Chains(flows, self._group, self._lane)
         self._gradients.launch()
+        self._queue_gradients()
 
-    def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
-        """Wait for the gradients; call ``add`` with each weight's sum over the receivers, in rank order."""
-        self._gradients.wait()
-        returned, self._returned = self._returned, {}
-        for number, by_receiver in returned.items():
-            for weight, (total, *others) in zip(
-                self.experts[number].weights, zip(*by_receiver, strict=True), strict=True
-            ):
-                for other in others:
-                    total.add_(other)
-                add(weight, total)
+    def _flow(self, what: str, expert: MovedExpert, ranks: tuple[int, ...], dtype: torch.dtype) -> Flow:
+        members = dist.get_process_group_ranks(self._group)
+        path = " > ".join(str(members[rank]) for rank in ranks)
+        sizes = [shape.numel() for shape in self._shapes]
+        return Flow(ranks, f"{what} of expert {expert.number} along ranks {path}", sizes, dtype.itemsize)
 
+    def _new_buffers(self, dtype: torch.dtype) -> list[Tensor]:
+        return [self._like.new_empty(shape, dtype=dtype) for shape in self._shapes]
 
-class _Messages:
-    """Batch of point-to-point messages. Both ranks of a pair must add theirs in the same order."""
+    def _queue_gradients(self) -> None:
+        """Queue the gradients that the other ranks return, beside the weights' own, if those are queued."""
+        returned = {id(weight.parameter): weight.parameter for weight, _ in self._returned}
+        queued = [parameter for key, parameter in returned.items() if key in self._queued]
+        for parameter in queued:
+            self._queued[id(parameter)].defer(partial(self.gradient_of, parameter))
+        if not queued and self._queued and self.experts:
+            # This rank only passes gradients on, and still has to wait until they are sent.
+            next(iter(self._queued.values())).defer(self.collect)
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._messages: list[dist.P2POp] = []
-        self._pending: Pending | None = None
+    def collect(self) -> None:
+        """Wait for the gradients of this rank's weights, and until those of others are passed on."""
+        self.settle()
+        if self._gradients is not None:
+            self._gradients.settle()
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        self._add(dist.isend, tensor.contiguous(), rank)
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Wait for a parameter's gradient from the other ranks, and add it to ``main_grad`` or return it.
 
-    def receive(self, shape: torch.Size, like: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
-        result = like.new_empty(shape, dtype=dtype)
-        self._add(dist.irecv, result, rank)
-        return result
+        Args:
+            parameter: one of this rank's parameters.
 
-    def _add(self, operation: Any, tensor: Tensor, rank: int) -> None:
-        peer = dist.get_global_rank(self._group, rank)
-        self._messages.append(dist.P2POp(operation, tensor, peer, self._group))
-
-    def launch(self) -> None:
-        """Start all messages, receives first: some backends complete a send only once it is received."""
-        messages, self._messages = self._messages, []
-        if messages:
-            messages.sort(key=lambda message: message.op is not dist.irecv)
-            tensors = [message.tensor for message in messages]
-            with named("weights of lent experts"):
-                self._pending = Pending(tensors[0], dist.batch_isend_irecv(messages), tensors)
-
-    def wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        Returns:
+            Gradient with the parameter's shape and dtype. ``None``: there is none, or ``main_grad`` has it.
+        """
+        self.collect()
+        returned = [each for each in self._returned if each[0].parameter is parameter]
+        if not returned:
+            return None
+        self._returned = [each for each in self._returned if each[0].parameter is not parameter]
+        main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+        total = torch.zeros_like(parameter) if main_grad is None else main_grad
+        for weight, gradient in returned:
+            weight.of(total).add_(gradient)  # main_grad may be wider than the weight
+        return total if main_grad is None else None
 
 
 class _Announce(torch.autograd.Function):
@@ -192,23 +223,10 @@ class _Announce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: dict[int, Tensor] = {}
-
-        def add(weight: WeightSlice, gradient: Tensor) -> None:
-            parameter = weight.parameter
-            main_grad = getattr(parameter, "main_grad", None)
-            if main_grad is None:
-                if id(parameter) not in gradients:
-                    gradients[id(parameter)] = torch.zeros_like(parameter)
-                weight.of(gradients[id(parameter)]).add_(gradient)
-            else:
-                # main_grad may be wider than the weight. The parameter's hooks wait for this node, which
-                # then returns no gradient for the parameter.
-                weight.of(main_grad).add_(gradient)
-
-        ctx.transfer.add_gradients(add)
-        parameters, ctx.parameters = ctx.parameters, ()
-        return None, None, *(gradients.get(id(parameter)) for parameter in parameters)
+        transfer, parameters, ctx.parameters = ctx.transfer, ctx.parameters, ()
+        transfer.collect()
+        # A parameter's hooks wait for this node, which returns no gradient where main_grad has it.
+        return None, None, *(transfer.gradient_of(parameter) for parameter in parameters)
 
 
 class _Wait(torch.autograd.Function):

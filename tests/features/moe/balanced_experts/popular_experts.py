@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import log
+from mindspeed_dsa.parallel import names
 from tests.support import model, moe
 
 ALWAYS = {
@@ -27,7 +29,7 @@ _SHARE = 8.0
 
 def train(
     switches: Mapping[str, Any],
-    popularity: Sequence[Sequence[float]],
+    popularity: Sequence[Any],
     rows: Sequence[int] = (24,),
     overrides: Mapping[str, Any] | None = None,
     frozen: Sequence[int] = (),
@@ -37,21 +39,23 @@ def train(
 
     Args:
         switches: feature switches.
-        popularity: per microbatch, ``[experts]`` values added to the logits of all its tokens.
+        popularity: per microbatch, ``[experts]`` values added to the logits of all its tokens; or one list
+            of them per rank.
         rows: number of tokens per rank, or one number for all ranks.
         overrides: config fields that differ from the layer's.
         frozen: global numbers of experts with frozen weights.
         **layout: arguments of :func:`model.start`.
     """
     model.start(switches, **layout)
-    results: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0}
+    results: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0, "links": Counter()}
+    own = [logits[dist.get_rank()] if isinstance(logits[0], list) else logits for logits in popularity]
     config = moe.config(
-        layout.get("tp", 1), layout.get("ep", 1), num_moe_experts=len(popularity[0]), **(overrides or {})
+        layout.get("tp", 1), layout.get("ep", 1), num_moe_experts=len(own[0]), **(overrides or {})
     )
     layer = moe.layer(config)
     with torch.no_grad():
         # The router's column `index` holds the logits of microbatch `index`.
-        for index, logits in enumerate(popularity):
+        for index, logits in enumerate(own):
             layer.router.weight[:, index] = torch.tensor(logits) / _SHARE
     for number in set(frozen) & set(layer.local_expert_indices):
         layer.experts.local_experts[number - layer.local_expert_indices[0]].requires_grad_(False)
@@ -71,12 +75,15 @@ def train(
 
 
 def watched(found: dict[str, Any]) -> ExitStack:
-    """Record the plans, the dispatched rows and the messages that carry weights."""
+    """Record the plans, the dispatched rows and the messages that carry weights.
+
+    Entries of ``links`` are bytes by direction (``out`` or ``in``) and name of the message.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from mindspeed_dsa.features.moe.balanced_experts import layer, weight_transfer
+    from mindspeed_dsa.features.moe.balanced_experts import layer
 
-    choose, send = layer.choose, weight_transfer._Messages.send
+    choose, isend, irecv = layer.choose, dist.isend, dist.irecv
     dispatch, preprocess = MoEAlltoAllTokenDispatcher.token_dispatch, MoEAlltoAllTokenDispatcher.preprocess
 
     def chosen(*arguments: Any) -> Any:
@@ -95,15 +102,23 @@ def watched(found: dict[str, Any]) -> ExitStack:
         found["dispatched"].append(rows.size(0))
         return dispatch(self, rows, *arguments)
 
-    def sent(self: Any, tensor: Any, rank: int) -> None:
-        found["sent"] += tensor.numel()
-        send(self, tensor, rank)
+    def sent(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        if (what := names.current().what) and " of expert " in what:
+            found["sent"] += tensor.numel()
+            found["links"]["out", what] += tensor.nbytes
+        return isend(tensor, *arguments, **keywords)
+
+    def received(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        if (what := names.current().what) and " of expert " in what:
+            found["links"]["in", what] += tensor.nbytes
+        return irecv(tensor, *arguments, **keywords)
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(layer, "choose", chosen))
     stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", dispatched))
     stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", counted))
-    stack.enter_context(mock.patch.object(weight_transfer._Messages, "send", sent))
+    stack.enter_context(mock.patch.object(dist, "isend", sent))
+    stack.enter_context(mock.patch.object(dist, "irecv", received))
     return stack
 
 
