@@ -258,6 +258,9 @@ class Selections:
         latest: initial selection.
         microbatch: initial microbatch.
         served: name and gradients of the layer that selected in the first run; None outside recomputation.
+
+    Attributes:
+        reads: number of times that layers have read a selection.
     """
 
     def __init__(
@@ -267,6 +270,7 @@ class Selections:
         served: tuple[str, ServedGradients] | None = None,
     ) -> None:
         self.latest, self.microbatch, self._served = latest, microbatch, served
+        self.reads = 0
 
     def store(
         self,
@@ -303,6 +307,7 @@ class Selections:
                 "tensor_parallel.checkpoint or --moe-fb-overlap only"
             )
         latest.reads += 1
+        self.reads += 1
         return latest
 
     def release(self, place: Place) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 from unittest import mock
 
 from packaging.version import Version
+from torch import Tensor
 
 from mindspeed_dsa.megatron import selection_source
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.matrix import model as tiny
 from tests.matrix import steps
 from tests.support import model as job
 
@@ -38,6 +43,47 @@ def step(
     ):
         result = steps.step(switches, overrides, **arguments)
     return {**result, "selected": stored.call_count, "left": selection_source.current().latest}
+
+
+def error_of_fork(form: str, **arguments: Any) -> str:
+    """Run a step on a fork whose layers carry selections themselves; return the error, or nothing.
+
+    Args:
+        form: ``forward``: layers that share have an attention of their own; ``indexer``: they are built
+            without the attribute ``indexer``.
+        **arguments: arguments of :func:`step`.
+    """
+    build = tiny.gpt_model
+
+    def build_fork(cfg: Any, *stage: Any) -> Any:
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        initialise = dsa.DSAttention.__init__
+
+        def without_indexer(self: Any, *args: Any, **kwargs: Any) -> None:
+            initialise(self, *args, **kwargs)
+            if form == "indexer" and not Sharing.of(cfg).computes(self.layer_number):
+                del self.indexer
+
+        with mock.patch.object(dsa.DSAttention, "__init__", without_indexer):
+            model = build(cfg, *stage)
+        for layer in model.decoder.layers:
+            attention = layer.self_attention.core_attention
+            if not Sharing.of(cfg).computes(layer.layer_number):
+                attention.forward = partial(_attend_alone, cfg)
+        return model
+
+    with mock.patch.object(tiny, "gpt_model", build_fork):
+        try:
+            step(**arguments)
+        except SettingsError as error:
+            return str(error)
+    return ""
+
+
+def _attend_alone(cfg: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return an attention output ``[rows, batch, heads * value_dim]`` that reads no selection."""
+    return query.flatten(2).mean(-1, keepdim=True).repeat(1, 1, cfg.num_attention_heads * cfg.v_head_dim)
 
 
 def communication(cp: int = 1, **others: Any) -> dict[str, Any]:

@@ -180,3 +180,15 @@ def test_packed_documents(pool, ranks, sizes, stage, overrides):
     )
     packed = packed[:1] if "cp" in sizes else packed
     assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
+
+
+@pytest.mark.releases(">=0.16,<0.19", quick=True)
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("form", ["forward", "indexer"])
+def test_a_fork_that_carries_selections_itself_is_one_message(pool, form, recompute):
+    fork = "tests.matrix.sharing_steps:error_of_fork"
+    (error,) = pool.run(fork, 1, form=form, switches=SERVED, overrides={**QUARTER, **recompute})
+    assert "--dsa-indexer-loss-layers served: layer " in error
+    assert "carries selections itself; omit the flag" in error
+    (error,) = pool.run(fork, 1, form="forward", switches=FUSED, overrides={**QUARTER, **recompute})
+    assert error == ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
@@ -16,8 +17,16 @@ from mindspeed_dsa.features.dsa.selections.feature import check_sharing
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
-from mindspeed_dsa.megatron.selection_source import NUMBER, PLACE, Carrying, Place, current, place_of
+from mindspeed_dsa.megatron.selection_source import (
+    NUMBER,
+    PLACE,
+    Carrying,
+    Place,
+    current,
+    place_of,
+)
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
 
 # -- places: layers with an indexer, and the source layers of the others ------------------------
 
@@ -26,7 +35,7 @@ class _Running:
     """State of a session: the MTP layer that is being built, and the layer whose attention is running."""
 
     def __init__(self, context: Context[Options]) -> None:
-        # Core attentions in the multi-token prediction layer that is being built; None outside one.
+        # Layers in the multi-token prediction layer that is being built; None outside one.
         self.of_mtp: list[Any] | None = None
         # Place of the computing layer whose Megatron attention is running.
         self.place: Place | None = None
@@ -41,14 +50,17 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
-        sharing = Sharing.of(config)
+        sharing, inner = Sharing.of(config), running.of_mtp
         attention = getattr(getattr(self, "self_attention", None), "core_attention", None)
         if not hasattr(attention, "indexer"):
+            is_needed = inner is None and sharing.is_on and context.options.learns_served
+            if is_needed and not sharing.computes(self.layer_number):
+                place = decoder_place(sharing, self.layer_number, config.num_layers)
+                raise not_learned(place, context.options)
             return
-        inner = running.of_mtp
         # Inside an MTP layer, the number is only known to place_in_mtp.
         if inner is not None:
-            inner.append(attention)
+            inner.append(self)
         else:
             vars(attention)[NUMBER] = self.layer_number
         if not sharing.is_on:
@@ -56,6 +68,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
         require(context, check_sharing, config)
         if inner is None:
             put(attention, decoder_place(sharing, self.layer_number, config.num_layers))
+            watch_losses(self, context.options)
 
     return __init__
 
@@ -71,10 +84,12 @@ def place_in_mtp(original: Callable[..., None], context: Context[Options]) -> Ca
         finally:
             running.of_mtp = None
         sharing = Sharing.of(config)
-        for attention in inner:
+        for layer in inner:
+            attention = layer.self_attention.core_attention
             vars(attention)[NUMBER] = config.num_layers + self.layer_number
             if sharing.is_on:
                 put(attention, mtp_place(sharing, self.layer_number, config))
+                watch_losses(layer, context.options)
 
     return __init__
 
@@ -121,6 +136,40 @@ def put(attention: Any, place: Place) -> None:
     if hasattr(attention, "skip_topk"):  # 0.19 and later
         attention.index_share = place.hands_on or not place.computes
         attention.skip_topk = not place.computes
+
+
+def watch_losses(layer: Any, options: Options) -> None:
+    """Check after each training forward of a ``TransformerLayer`` that shares that an indexer learns it.
+
+    The layer must have read the selection of a layer below from here. Otherwise it has no indexer loss, and
+    all other losses look right.
+    """
+    place = place_of(layer.self_attention.core_attention)
+    if place is None or place.computes or not options.learns_served:
+        return
+    reads = 0
+
+    def note(module: Any, given: Any) -> None:
+        nonlocal reads
+        reads = current().reads
+
+    def check(module: Any, given: Any, output: Any) -> None:
+        # A first run of a checkpoint has no losses; its recomputation has.
+        if module.training and torch.is_grad_enabled() and current().reads == reads:
+            raise not_learned(place, options)
+
+    layer.register_forward_pre_hook(note)
+    layer.register_forward_hook(check)
+
+
+def not_learned(place: Place, options: Options) -> SettingsError:
+    """Return the error for a layer whose attention no indexer can learn."""
+    return SettingsError(
+        f"--dsa-indexer-loss-layers {options.loss_layers}: {place.name} does not read the selection of "
+        f"{place.source} from this library, so no indexer learns its attention. Its attention is not "
+        "Megatron's or ours, as in a fork that carries selections itself; omit the flag, or train with a "
+        "released Megatron-core"
+    )
 
 
 # -- attention: reading and storing selections ---------------------------------------------------
