@@ -148,8 +148,8 @@ class Layer:
         yield self._item("attention", n * heads, *core, size=FLOAT)  # log-sum-exp
         if self.kind.selects:
             yield from self._index(keys)
-        # A selecting layer keeps its scores for the layers that share, and each of these keeps a gradient.
-        if self.job.has_served_losses and (self.kind.serves or not self.kind.selects):
+        # Each layer that shares keeps a gradient of the scores; the selecting layer keeps these in any case.
+        if self.job.has_served_losses and not self.kind.selects:
             yield self._item("indexer", n * model.topk, *core, size=FLOAT)
 
     def _index(self, keys: float) -> Iterator[Kept]:

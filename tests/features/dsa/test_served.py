@@ -130,7 +130,10 @@ def test_losses_and_gradients_equal_the_oracle(case):
 
 
 def test_bytes_that_the_losses_of_other_layers_keep():
-    """The formula of docs/features/dsa-shared-selections.md, in fp64: 8 bytes in place of 4."""
+    """A gradient for each layer that shares, in fp64; and the scores, which ``own`` keeps as well.
+
+    A job's bytes are compared with the formula in tests/benchmarks/test_shared_layers.py.
+    """
     loss, serving = LossOptions(1.0, True), Serving(ServedGradients(), scores=True)
     problem = Problem(operands(1), TOPK, loss=loss, backend="reference")
     first = sparse_attention(replace(problem, serving=serving), index())

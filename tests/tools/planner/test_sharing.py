@@ -233,10 +233,10 @@ def test_a_group_keeps_one_selection_and_one_indexers_activations(loss):
 
 
 def test_losses_of_layers_that_share_keep_scores_and_gradients():
-    """``4 K n`` bytes a token, indexer and its n layers: docs/features/dsa-shared-selections.md."""
+    """``4 K (n - 1)`` bytes a token, indexer and its n layers: docs/features/dsa-shared-selections.md."""
     served = f"{SLIME} --dsa-indexer-loss-layers served"
     own, job = glm(SLIME), glm(served)
-    assert kept(job) - kept(own) == in_flight(job) * 8 * TOKENS * TOPK * 4  # two indexers of four layers
+    assert kept(job) - kept(own) == in_flight(job) * 2 * 3 * TOKENS * TOPK * 4  # two indexers of four layers
     assert kept(glm(f"{served} {FULL}")) == 2 * kept(glm(f"{SLIME} {FULL}"))  # scores beside int32 indices
     assert kept(glm(f"{served} --dsa-indexer-loss-coeff 0")) == kept(
         glm(f"{SLIME} --dsa-indexer-loss-coeff 0")
