@@ -185,7 +185,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "selections",
-            "selections of keys: time of those in FP8, keys that are the same, bytes and time of a recording",
+            "selections of keys: in FP8, bytes and time of a recording, and models whose layers share them",
             "benchmarks.selections",
             has_quick=True,
             options={"only": "names of parts with commas between"},

@@ -1,4 +1,4 @@
-"""Selections of keys: cost of FP8 and its agreement with bf16, and cost of recording."""
+"""Selections of keys: cost of FP8 and its agreement with bf16, cost of recording, and layers that share."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks import shared_layers
 from benchmarks.registry import Metrics
 from benchmarks.released import INDEX_DIM, MODELS
 from mindspeed_dsa import log
@@ -111,7 +112,10 @@ def _ratios(model: Any, device: str, rows: int, length: int) -> Metrics:
     for _ in range(_ROUNDS + 1):
         for name, select in ways.items():
             times[name].append(_seconds(select, device))
-    shares = [float(same_keys(found_keys["full"], found_keys[name], length).mean()) for name in _FACTORS]
+    shares = [
+        float(shared_layers.same_keys(found_keys["full"], found_keys[name], length).mean())
+        for name in _FACTORS
+    ]
     if min(shares) < 0.9:
         return {
             "failed": f"selections in FP8 have {min(shares):.1%} of their keys in common with those in bf16"
@@ -137,24 +141,6 @@ def _seconds(work: Callable[[], None], device: str) -> float:
     work()
     module.synchronize()
     return time.perf_counter() - begin
-
-
-def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
-    """Return the share of a row's keys that the other selection also has, ``[..., rows]``, NaN without keys.
-
-    Args:
-        one: key positions ``[..., rows, topk]``, -1 for empty entries.
-        other: key positions of the other selection, likewise.
-        keys: number of keys.
-    """
-    # Empty entries mark an extra column, which is cut off.
-    masks = [
-        torch.zeros(*x.shape[:-1], keys + 1, dtype=torch.bool, device=x.device).scatter_(
-            -1, x.long().masked_fill(x < 0, keys), True
-        )[..., :keys]
-        for x in (one, other)
-    ]
-    return (masks[0] & masks[1]).sum(-1) / masks[0].sum(-1)
 
 
 # -- agreement: of a trained model -------------------------------------------------------------
@@ -235,7 +221,7 @@ def _compared(steps: int) -> Iterator[list[dict[str, float]]]:
         }
         shares.append(
             {
-                name: float(same_keys(selection.topk_indices, other, keys)[:, seen].mean())
+                name: float(shared_layers.same_keys(selection.topk_indices, other, keys)[:, seen].mean())
                 for name, other in others.items()
             }
         )
@@ -322,4 +308,6 @@ PARTS: dict[str, Callable[[str, bool], Metrics]] = {
     "fp8": fp8,
     "agreement": agreement,
     "recording": recording,
+    "layers": lambda device, quick: shared_layers.layers(quick),
+    "served": lambda device, quick: shared_layers.served(quick),
 }

@@ -13,13 +13,13 @@ from tests.support import third_party, warm
 
 third_party.or_skip("megatron.core")
 
-from benchmarks import selections  # noqa: E402
+from benchmarks import selections, shared_layers  # noqa: E402
 
 
 def test_shares_of_the_same_keys():
     one = torch.tensor([[0, 2, 4, -1], [1, 2, 3, 4], [0, -1, -1, -1]], dtype=torch.int32)
     other = torch.tensor([[0, 1, 4, -1], [4, 3, 2, 1], [3, -1, -1, -1]], dtype=torch.int32)
-    assert selections.same_keys(one, other, 5).tolist() == pytest.approx([2 / 3, 1.0, 0.0])
+    assert shared_layers.same_keys(one, other, 5).tolist() == pytest.approx([2 / 3, 1.0, 0.0])
 
 
 def test_a_part_that_there_is_not_is_named():
