@@ -48,7 +48,7 @@ class LinkBed:
     """A few ranks and the links between them; a context manager that cleans up on exit.
 
     Args:
-        ranks: number of processes, 2 to 8.
+        ranks: number of processes, 2 to 16.
         rate: rate of each link in each direction, in ``tc`` notation (``2gbit``, ``400mbit``); ``None`` for
             loopback.
         cores: processor core of each rank; default: the cores available to this process, one each. Ranks may
@@ -68,8 +68,8 @@ class LinkBed:
         cores: Sequence[int] | None = None,
         wide: bool = False,
     ) -> None:
-        if not 2 <= ranks <= 8:
-            raise LinkBedError(f"link bed: {ranks} ranks were requested; use 2 to 8")
+        if not 2 <= ranks <= 16:
+            raise LinkBedError(f"link bed: {ranks} ranks were requested; use 2 to 16")
         if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmgt]bit", rate):
             raise LinkBedError(f"link bed: {rate!r} is not a rate; write 2gbit or 400mbit")
         available = sorted(os.sched_getaffinity(0))

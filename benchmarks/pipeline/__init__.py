@@ -12,6 +12,7 @@ CELLS = {
     "recompute": "benchmarks.pipeline.recompute",
     "split": "benchmarks.pipeline.split",
     "dualpipev": "benchmarks.pipeline.dualpipev",
+    "loads": "benchmarks.pipeline.loads",
 }
 """Cell's module by its name for ``--only``."""
 

@@ -276,7 +276,7 @@ def measure(place: Place, sizes: Sizes, folder: str) -> dict[str, Any]:
     whole = {}
     for name in real:
         arm(name)
-        whole[name] = _of_all_ranks(steps[name]())
+        whole[name] = of_all_ranks(steps[name]())
     deviates = max(deviation(whole[name], whole[FIRST]) for name in real)
     whole.clear()
     times = minima(steps, sizes.rounds, arm)
@@ -302,7 +302,7 @@ def _step(step: dense_steps.Step, way: Way) -> dict[str, Tensor]:
     return step(contextlib.nullcontext() if way.transfers else copies())
 
 
-def _of_all_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def of_all_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the results of all ranks; each data parallel rank has its own batch and experts."""
     from megatron.core import parallel_state
 

@@ -236,7 +236,7 @@ def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
         sizes: number of decoder layers per chunk, in the model's order.
         mtp_layers: number of multi-token prediction layers, which the last chunk holds.
     """
-    return _compact(_lettered(sizes, mtp_layers))
+    return _compact(stages_text(sizes, mtp_layers))
 
 
 def nearly_even(layers: int, chunks: int, mtp_layers: int = 0) -> str:
@@ -245,7 +245,8 @@ def nearly_even(layers: int, chunks: int, mtp_layers: int = 0) -> str:
     return layout_text([(layers + chunk) // chunks for chunk in range(chunks)], mtp_layers)
 
 
-def _lettered(sizes: Sequence[int], mtp_layers: int) -> tuple[str, ...]:
+def stages_text(sizes: Sequence[int], mtp_layers: int) -> tuple[str, ...]:
+    """Return the letters of each chunk, for chunks with these numbers of decoder layers, as in a layout."""
     stages = [_DECODER * size for size in sizes]
     stages[0] = f"{_EMBEDDING}{stages[0]}"
     stages[-1] += _MTP * mtp_layers + _LOSS
@@ -400,4 +401,4 @@ def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing, mtp_layer
         best = longer
     if layers + 1 not in best:
         return None
-    return Split(layers, ranks, chunks, stages=_lettered(best[layers + 1][2], mtp_layers))
+    return Split(layers, ranks, chunks, stages=stages_text(best[layers + 1][2], mtp_layers))

@@ -4,8 +4,8 @@
 
 * ``layers``: one entry per MoE layer, with its ``layer`` number in the whole model, from 1, and its pipeline
   ``stage``, from 0. ``experts`` has the token count of each expert. ``ranks`` has the token count of each
-  expert parallel rank, one list per replica of the experts. ``expert_imbalance`` and ``rank_imbalance`` are
-  maximum over mean.
+  expert parallel rank, one list per replica of the experts. ``microbatches`` is their number in each replica.
+  ``expert_imbalance`` and ``rank_imbalance`` are maximum over mean.
 * ``stages``: one entry per pipeline stage, with ``tokens``, summed over its MoE layers, and ``imbalance``.
   This is the sum of the layers' maximum rank loads divided by the sum of their mean rank loads, because ranks
   wait for each other in every layer.
@@ -35,12 +35,14 @@ class LayerLoad(NamedTuple):
         stage: pipeline stage, from 0.
         experts: token count of each expert.
         ranks: token counts of the expert parallel ranks, one list per replica of the experts.
+        microbatches: number of microbatches of each replica.
     """
 
     layer: int
     stage: int
     experts: Sequence[int]
     ranks: Sequence[Sequence[int]]
+    microbatches: int = 1
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -61,6 +63,7 @@ def record(step: int, layers: Sequence[LayerLoad]) -> Record:
                 "rank_imbalance": round(imbalance(_flat(layer.ranks)), 4),
                 "experts": list(layer.experts),
                 "ranks": [list(replica) for replica in layer.ranks],
+                "microbatches": layer.microbatches,
             }
             for layer in layers
         ],
@@ -143,6 +146,11 @@ def _check(layer: Mapping[str, Any]) -> None:
     experts = layer["experts"]
     if not (isinstance(layer["layer"], int) and experts and all(isinstance(n, int) for n in experts)):
         raise ValueError("a layer lacks the tokens of its experts")
+    ranks = layer["ranks"]
+    if not ranks or len({len(replica) for replica in ranks}) != 1 or sum(_flat(ranks)) != sum(experts):
+        raise ValueError(
+            f"layer {layer['layer']} has {sum(experts)} tokens by expert and {sum(_flat(ranks))} by rank"
+        )
 
 
 def totals(records: Sequence[Record]) -> dict[int, list[int]]:
@@ -162,6 +170,30 @@ def totals(records: Sequence[Record]) -> dict[int, list[int]]:
                 )
             sums[layer["layer"]] = [a + b for a, b in zip(before, layer["experts"], strict=True)]
     return dict(sorted(sums.items()))
+
+
+def rank_imbalances(records: Sequence[Record], ranks: int) -> dict[int, float]:
+    """Return a dict from layer number to the imbalance over all steps on expert parallel ranks.
+
+    Ranks wait for each other in every step, so maxima and means are summed over the steps. If the records
+    have another number of ranks, experts are divided over ``ranks`` in the order of their numbers.
+
+    Args:
+        records: records of one model, in which the number of experts is a multiple of ``ranks``.
+        ranks: expert parallel size.
+    """
+    sums: dict[int, tuple[float, float]] = {}
+    for each in records:
+        for layer in each["layers"]:
+            loads = _flat(layer["ranks"])
+            if len(layer["ranks"][0]) != ranks:
+                held = len(layer["experts"]) // ranks
+                loads = [
+                    sum(layer["experts"][first : first + held]) for first in range(0, ranks * held, held)
+                ]
+            most, mean = sums.get(layer["layer"], (0.0, 0.0))
+            sums[layer["layer"]] = most + max(loads), mean + sum(loads) / len(loads)
+    return {layer: most / mean if mean else 1.0 for layer, (most, mean) in sorted(sums.items())}
 
 
 def draw(path: Path, records: Sequence[Record]) -> None:

@@ -121,8 +121,8 @@ def test_ranks_over_links():
 def test_links_that_cannot_be_had(monkeypatch):
     with pytest.raises(LinkBedError, match="'fast' is not a rate; write 2gbit"):
         LinkBed(2, "fast")
-    with pytest.raises(LinkBedError, match="9 ranks were requested; use 2 to 8"):
-        LinkBed(9)
+    with pytest.raises(LinkBedError, match="17 ranks were requested; use 2 to 16"):
+        LinkBed(17)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     with pytest.raises(LinkBedError, match="2 ranks need a core each and this process may use 1"):
         LinkBed(2)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.metrics import Record
 from mindspeed_dsa.session import start_report
+from mindspeed_dsa.tools.cli import experts_levers
 
 _DESCRIPTION = """\
 Shows what --moe-router-load-report wrote: the load of experts and ranks in every MoE layer, of all steps."""
@@ -19,6 +20,7 @@ def run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     records = expert_load.read(options.report)
     print("\n".join(start_report.aligned(table(records))))
+    print("\n" + "\n".join(start_report.aligned(experts_levers.lines(experts_levers.rows_of(records)))))
     if options.picture is not None:
         expert_load.draw(options.picture, records)
         print(f"\n{options.picture} shows them by step")

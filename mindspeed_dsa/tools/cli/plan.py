@@ -24,6 +24,7 @@ from mindspeed_dsa.tools.planner import (
     measured,
     picture,
     plan,
+    relayout,
     report,
     search,
 )
@@ -50,7 +51,7 @@ _RATES = {
 
 
 _RELEASE = "0.16.1"
-"""Megatron-LM release for ``--config``'s flags if Megatron-core is not installed."""
+"""Megatron-LM release for a search's flags if Megatron-core is not installed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,8 +85,8 @@ def run(argv: Sequence[str]) -> int:
     device = devices.device(options.device, reserve=options.reserve, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
-        flags = [*words, *others]
-        return arguments.job_of(flags, options.devices, options.config, options.imbalance, any_layout)
+        sizes = (options.devices, options.config, options.imbalance, any_layout, options.expert_load)
+        return arguments.job_of([*words, *others], *sizes)
 
     def job_of_record(record: measured.Record) -> Job:
         if record.flags is None:
@@ -101,13 +102,18 @@ def run(argv: Sequence[str]) -> int:
     def planned(others: Sequence[str] = (), quick: bool = False) -> plan.Plan:
         return plan.make(job_with(others), device, options.allocator, quick)
 
-    if options.search:
+    if options.search and options.expert_load:
+        dealt = relayout.deal(job_with(), device, _release(), options.allocator)
+        print(relayout.text(dealt, words))
+        best = dealt.after
+        record: dict[str, Any] = relayout.record(dealt, words)
+    elif options.search:
         layouts = search.search(job_with(any_layout=True), device, options.best, options.allocator)
         print(search.text(layouts, words))
         if options.config:
             print(_model(options.config, words, layouts[0].plan.job))
         best = layouts[0].plan
-        record: dict[str, Any] = {"found": [_record(item, words) for item in layouts]}
+        record = {"found": [_record(item, words) for item in layouts]}
     else:
         best = planned()
         changes = differences.differences(options.what_if, best, planned)
@@ -163,10 +169,14 @@ def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
 def _model(name: str, words: Sequence[str], job: Job) -> str:
     """Return text with the Megatron flags for the model's sizes in ``--config``, to add to layout flags."""
     _, flags_given, _ = flags.read(words)
-    release = str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
+    release = _release()
     found = configs.flags_of(Path(name), flags_given, job, release)
     lines = command_lines.shown([word for line in found for word in shlex.split(line)])
     return "\n".join([f"in training add the flags of {name}, for Megatron-LM {release}:", *lines])
+
+
+def _release() -> str:
+    return str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--device-{name}", type=kind, metavar="X", help=f"{help}; default: the device's")
     add("--config", metavar="FILE", help=f"config.json with the model's sizes, or {', '.join(configs.KNOWN)}")
     add("--imbalance", type=float, metavar="X", help="fullest rank's tokens over the mean; default: usual")
+    add("--expert-load", type=Path, metavar="DIR", help="imbalance by layer from --moe-router-load-report")
     add(
         "--allocator", type=float, default=plan.ALLOCATOR, metavar="SHARE", help="that it adds; default: 0.05"
     )
@@ -197,7 +208,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FLAG",
         help="what one more flag changes; repeatable",
     )
-    add("--search", action="store_true", help="best layouts of --devices, whatever the flags' own layout")
+    add(
+        "--search",
+        action="store_true",
+        help="best layouts of --devices; with --expert-load, layers dealt anew",
+    )
     add("--best", type=int, default=5, metavar="N", help="layouts that --search prints; default: 5")
     add("--measured", metavar="FILE", help="metrics.jsonl or JSON of a run, which calibrates the device")
     add("--png", metavar="FILE", help="picture of memory and time (needs matplotlib)")

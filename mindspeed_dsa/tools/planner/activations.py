@@ -242,7 +242,7 @@ class Layer:
         yield self._item("router", r * (13 * model.experts + 28 * topk + 16), tag, size=1, storages=15)
         # Tokens that the rank's experts receive: EP balances them on average, ETP gathers them from its
         # ranks.
-        received = r * topk * job.layout.etp * job.skew
+        received = r * topk * job.layout.etp * self.kind.skew
         width = model.expert_ffn / job.layout.etp
         part, act = "routed experts", (tag, "act", "moe_act")
         yield self._item(part, received * model.hidden, tag)

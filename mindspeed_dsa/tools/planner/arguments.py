@@ -15,7 +15,7 @@ from mindspeed_dsa.megatron.batches import GLOBAL, SCHEDULE, entries_of
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import configs, flags, layouts
+from mindspeed_dsa.tools.planner import configs, flags, layouts, loads
 from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 from mindspeed_dsa.tools.planner.routing import IMBALANCES, balancing_of
 from mindspeed_dsa.tools.planner.training_arguments import (
@@ -36,6 +36,7 @@ def job_of(
     config_file: str | None = None,
     imbalance: float | None = None,
     any_layout: bool = False,
+    expert_load: Path | None = None,
 ) -> Job:
     """Build a job from its command line, whose first word may be its script.
 
@@ -47,6 +48,8 @@ def job_of(
             default the usual number of the job's kind of balancing.
         any_layout: whether a search will choose the layout. The result then has an unchecked layout with data
             parallelism only.
+        expert_load: records of ``--moe-router-load-report``, whose imbalance by layer replaces ``imbalance``;
+            not with ``any_layout``.
 
     Raises:
         SettingsError: sizes are missing or the layout is invalid; names the nearest valid layout.
@@ -77,7 +80,9 @@ def job_of(
     features, notes = features_of(options), _notes(options, unknown)
     balancing = balancing_of(options)
     skew = IMBALANCES[balancing] if imbalance is None else imbalance
-    job = Job(model, layout, training, features, skew, sharding, notes, "" if imbalance else balancing)
+    recorded = loads.imbalances(expert_load, model, layout) if expert_load else ()
+    balancing = "" if imbalance or recorded else balancing
+    job = Job(model, layout, training, features, skew, sharding, notes, balancing, recorded)
     if not any_layout:
         layouts.check(job, any_number=devices is None)
     return job

@@ -13,14 +13,7 @@ _WIDTH = 108
 _LAYOUT = {
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_vp_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
@@ -29,6 +22,16 @@ _LAYOUT = {
     "micro_batch_size",
 }
 """Arguments that a search sets."""
+_SPLIT = {
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+}
+"""Arguments that deal layers to pipeline stages."""
 _MEGATRONS_RECOMPUTATION = {
     "recompute_granularity",
     "recompute_method",
@@ -65,7 +68,7 @@ def words_for(command: Sequence[str], job: Job) -> list[str]:
             memory-saving features.
     """
     read, named, _ = flags.read(command)
-    dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
+    dropped, added = _LAYOUT | _SPLIT, of_layout(job.layout, job) + of_micro(job.training)
     features, training = job.features, job.training
     # The search chose full recomputation, which replaces all partial measures.
     if training.full < 0 and read.recompute_granularity != "full":
@@ -79,13 +82,28 @@ def words_for(command: Sequence[str], job: Job) -> list[str]:
     # Write the batch size that the plan assumed.
     if not (read.example or {"global_batch_size", "step_batch_size_schedule"} & named):
         added += [GLOBAL, str(training.batch)]
+    return [*_without(command, dropped), *added]
+
+
+def with_split(command: Sequence[str], job: Job) -> list[str]:
+    """Return the command line of a job whose layers are dealt to stages in another way than the original's.
+
+    Args:
+        command: command line of the original job, script first if there is one.
+        job: job with the new split, and else with the original job's layout.
+    """
+    return [*_without(command, _SPLIT), *of_split(job.layout, job)]
+
+
+def _without(command: Sequence[str], dropped: set[str]) -> list[str]:
+    """Return the words of a command without the flags of some arguments."""
     options = flags.parser()._option_string_actions
     kept: list[str] = []
     for group in groups(command):
         action = options.get(group[0].partition("=")[0])
         if action is None or action.dest not in dropped:
             kept += group
-    return [*kept, *added]
+    return kept
 
 
 def _of_measures(features: Features, read: object) -> list[str]:
@@ -113,9 +131,15 @@ def of_layout(layout: Layout, job: Job) -> list[str]:
         words += ["--expert-tensor-parallel-size", str(layout.etp)]
     if layout.sequence:
         words.append("--sequence-parallel")
+    return [*words, *of_split(layout, job)]
+
+
+def of_split(layout: Layout, job: Job) -> list[str]:
+    """Return the flags that deal layers to pipeline stages, except for Megatron's even split."""
+    words = shlex.split(layouts.split_of(layout, job.model).flags())
     if layout.vpp > 1 and not layout.v_shaped and not layout.stages:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
-    return [*words, *shlex.split(layouts.split_of(layout, job.model).flags())]
+        return ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp), *words]
+    return words
 
 
 def of_micro(training: Training) -> list[str]:

@@ -62,9 +62,9 @@ class _Rank:
         self.last = rank == self.layout.end
 
     def transfers(self) -> Iterator[Transfer]:
-        kinds = Counter(self.model.kinds[number] for chunk in self.held for number in chunk)
+        kinds = Counter(self.job.kinds[number] for chunk in self.held for number in chunk)
         if self.last:
-            kinds.update(self.model.mtp_kinds)
+            kinds.update(self.job.mtp_kinds)
         count = self.job.microbatches
         for kind, times in kinds.items():
             for transfer in self._layer(kind):
@@ -87,7 +87,7 @@ class _Rank:
     def _recomputed_layers(self) -> Counter[LayerKind]:
         full = self.job.training.full
         return Counter(
-            self.model.kinds[number]
+            self.job.kinds[number]
             for chunk in self.held
             for place, number in enumerate(chunk)
             if full < 0 or place < full
@@ -97,7 +97,7 @@ class _Rank:
         """Yield the transfers of a layer's modules that selective recomputation repeats."""
         modules = set(self.job.training.modules)
         if kind.experts and "moe" in modules:
-            yield from self._experts()
+            yield from self._experts(kind.skew)
         shared = kind.experts and self.model.shared_ffn and modules & {"moe", "shared_experts"}
         if self.layout.tp > 1 and (shared or (not kind.experts and "mlp" in modules)):
             yield from self._mlp("shared experts" if kind.experts else "dense MLP")
@@ -143,7 +143,7 @@ class _Rank:
             elif self.model.shared_ffn:
                 yield from self._mlp("shared experts")
         if kind.experts:
-            yield from self._experts()
+            yield from self._experts(kind.skew)
         yield from self._context(kind)
 
     def _attention(self, kind: LayerKind) -> Iterator[Transfer]:
@@ -175,13 +175,13 @@ class _Rank:
 
     # -- experts ------------------------------------------------------------------------------
 
-    def _experts(self) -> Iterator[Transfer]:
+    def _experts(self, skew: float) -> Iterator[Transfer]:
         model, layout = self.model, self.layout
         # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
-        rows = self.r * model.router_topk * self.job.skew
+        rows = self.r * model.router_topk * skew
         flex = self.job.training.flex
         # 128 experts, topk 8, EP 8: a token's experts are on 5.3 of 8 ranks, so 5.3 copies are sent, not 8.
-        sent = self.r * self.job.skew * copies(model.routing, layout.ep) if flex else rows
+        sent = self.r * skew * copies(model.routing, layout.ep) if flex else rows
         collective: Collective = "dispatch" if flex else "all-to-all"
         # EP 32: 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, and 31 / 32 leave the rank.
         share = (layout.ep - 1) / layout.ep

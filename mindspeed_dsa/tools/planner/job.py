@@ -20,11 +20,13 @@ class LayerKind(NamedTuple):
         experts: whether the MLP is a mixture of experts.
         selects: whether the layer has an indexer, which selects keys.
         serves: whether following layers reuse the keys that this layer selects.
+        skew: number of tokens on the expert parallel rank with the most tokens, over the mean of all.
     """
 
     experts: bool
     selects: bool = False
     serves: bool = False
+    skew: float = 1.0
 
 
 EVERY_LAYER = Sharing()
@@ -371,7 +373,10 @@ class Job:
     """Job to plan.
 
     Attributes:
-        imbalance: number of tokens on the expert parallel rank with the most tokens, over the mean of all.
+        imbalance: number of tokens on the expert parallel rank with the most tokens, over the mean of all;
+            used where ``imbalances`` is empty.
+        imbalances: the same for each decoder layer, then for each layer of multi-token prediction; 1 for
+            layers without experts.
         sharding: FSDP settings; None without FSDP.
         notes: remarks on effects that the plan ignores.
         balancing: kind of balancing that the imbalance is usual for; empty if the imbalance was given.
@@ -385,11 +390,32 @@ class Job:
     sharding: Sharding | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     balancing: str = field(default="", compare=False)
+    imbalances: tuple[float, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each decoder layer, with its imbalance."""
+        return self._skewed(self.model.kinds, 0)
+
+    @cached_property
+    def mtp_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each multi-token prediction layer, with its imbalance."""
+        return self._skewed(self.model.mtp_kinds, self.model.layers)
+
+    def _skewed(self, kinds: tuple[LayerKind, ...], before: int) -> tuple[LayerKind, ...]:
+        # Without expert parallelism each rank has all experts.
+        if self.layout.ep == 1:
+            return kinds
+        given = self.imbalances[before:] or (self.imbalance,) * len(kinds)
+        return tuple(
+            kind._replace(skew=skew) if kind.experts else kind
+            for kind, skew in zip(kinds, given, strict=False)
+        )
 
     @property
     def skew(self) -> float:
-        """Imbalance of the layout: 1 if each rank has all experts."""
-        return self.imbalance if self.layout.ep > 1 else 1.0
+        """Largest imbalance of a layer: 1 if each rank has all experts."""
+        return max((kind.skew for kind in (*self.kinds, *self.mtp_kinds)), default=1.0)
 
     @property
     def microbatches(self) -> int:

@@ -161,7 +161,7 @@ class _Kinds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.all = {kind: Layer(job, kind).items() for kind in set(job.model.kinds)}
+        self.all = {kind: Layer(job, kind).items() for kind in set(job.kinds)}
         self.left: dict[tuple[LayerKind, Chosen], dict[str, float]] = {}
         self.sums: dict[tuple[LayerKind, tuple[str, ...]], float] = {}
 
@@ -279,7 +279,7 @@ def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
     choice = chosen_layers(job, rank, held)
     for chunk, layers in enumerate(held):
         for place, number in enumerate(layers):
-            kind, which = job.model.kinds[number], choice[chunk, place]
+            kind, which = job.kinds[number], choice[chunk, place]
             traffic["written"] += kinds.written(kind)
             if _is_full(job, place):
                 traffic["repeated"] += kinds.written(kind)
@@ -340,9 +340,9 @@ def _chunk(
             # Only the input of each recomputed group of layers stays.
             first = training.full >= 0 or place % training.full_group == 0
             items += [Kept("recomputed layers", stream)] if first else []
-            items.append(activations.shared_selection(job, model.kinds[number]))
+            items.append(activations.shared_selection(job, job.kinds[number]))
             continue
-        for part, nbytes in kinds.kept(model.kinds[number], choice[chunk, place]).items():
+        for part, nbytes in kinds.kept(job.kinds[number], choice[chunk, place]).items():
             sums[part] = sums.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
@@ -379,7 +379,7 @@ def _end(job: Job) -> list[Kept]:
     stream = rows * model.hidden * training.number
     loss = activations.of_loss(job)
     items = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + loss)]
-    for kind in model.mtp_kinds:
+    for kind in job.mtp_kinds:
         inner = Layer(job, kind).items()
         inner += activations.norm_items(job, 3 * model.hidden, rows)
         inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + loss), Kept("MTP", job.tokens * 8.0)]
@@ -395,7 +395,7 @@ def _host_activations(
     choice = chosen_layers(job, rank, held)
     for chunk, count in enumerate(flights):
         nbytes += count * sum(
-            kinds.attention(job.model.kinds[number]) * choice[chunk, place].swap
+            kinds.attention(job.kinds[number]) * choice[chunk, place].swap
             for place, number in enumerate(held[chunk])
         )
     return nbytes

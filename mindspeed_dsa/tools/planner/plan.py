@@ -84,6 +84,12 @@ class Plan:
         rate = self.tokens_per_second if tokens_per_second is None else tokens_per_second
         return work.utilisation(self.job, rate, self.device.tflops)
 
+    @property
+    def _imbalance_source(self) -> str:
+        if self.job.imbalances:
+            return "recorded loads"
+        return f"usual with {self.job.balancing}" if self.job.balancing else "given"
+
     def record(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
         return {
@@ -101,8 +107,9 @@ class Plan:
                 },
                 "imbalance": {
                     "value": self.job.skew,
-                    "meaning": "expert tokens of the fullest rank over the mean of all ranks",
-                    "source": f"usual with {self.job.balancing}" if self.job.balancing else "given",
+                    "meaning": "expert tokens of the fullest rank over the mean of all, in the worst layer",
+                    "by_layer": [kind.skew for kind in (*self.job.kinds, *self.job.mtp_kinds)],
+                    "source": self._imbalance_source,
                 },
             },
             "verdict": self.verdict,
@@ -207,6 +214,9 @@ def _fitting(job: Job, device: Device, allocator: float) -> int | None:
         step = job.training.micro * layout.dp
         batch = math.ceil(job.training.batch / step) * step
         other = replace(job, layout=layout, training=replace(job.training, batch=batch))
+        # DualPipeV needs more microbatches than many replicas leave of a batch.
+        if not layouts.works(other):
+            return None
         if max(each.total for each in memory.of_job(other, allocator)) <= budget(device):
             return layout.devices
         # Without a distributed optimizer, more replicas do not save memory.

@@ -138,14 +138,18 @@ def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tu
 
 def _named(ranks: Sequence[int]) -> str:
     """Return the names of ranks: ``rank 0``, ``ranks 1-14`` or ``ranks 1-6, 8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    return f"rank{'s' * (len(ranks) > 1)} {runs(ranks)}"
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as ``1-6, 8``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
         else:
-            runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
 def _of_ranks(plan: Plan) -> str:
@@ -283,16 +287,20 @@ def _assumptions(plan: Plan) -> str:
             f"  {device.host_experts:g} ms of the host for a layer with experts and a microbatch, "
             f"{device.host_dense:g} for a dense one"
         ),
-        f"  tokens of the fullest rank's experts over the mean: {job.skew:g}{_balancing(job)}",
+        f"  tokens of the fullest rank's experts over the mean: {_imbalance(job)}",
     ]
     return "\n".join([*lines, *notes(job.notes)])
 
 
-def _balancing(job: Job) -> str:
-    """Return text on the source of the imbalance that was not given."""
-    if not job.balancing or job.layout.ep == 1:
-        return ""
-    return f", usual with {job.balancing}; --imbalance replaces it"
+def _imbalance(job: Job) -> str:
+    """Return the imbalance with its source."""
+    if job.imbalances and job.layout.ep > 1:
+        layers = [*job.kinds, *job.mtp_kinds]
+        skews = [kind.skew for kind in layers if kind.experts]
+        worst = max(range(len(layers)), key=lambda number: layers[number].skew) + 1
+        return f"{min(skews):.2f} to {max(skews):.2f} as recorded, the most in layer {worst}"
+    given = not job.balancing or job.layout.ep == 1
+    return f"{job.skew:g}" if given else f"{job.skew:g}, usual with {job.balancing}; --imbalance replaces it"
 
 
 def notes(said: Iterable[str]) -> list[str]:

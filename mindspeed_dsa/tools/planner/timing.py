@@ -163,6 +163,10 @@ class Estimate:
         self.job, self.device, self.memory, self.transfers = job, device, memory, transfers
         self.hidden: dict[str, float] = {}
 
+    def stages(self) -> list[list[Stage]]:
+        """Return the stages of each pipeline rank, by chunk."""
+        return [self._rank(rank)[0] for rank in range(self.job.layout.pp)]
+
     def step(self, simulated: bool = True) -> StepTime:
         """Estimate the time of one training step.
 

@@ -24,7 +24,7 @@ def of_chunk(job: Job, rank: int, chunk: int, held: Sequence[int]) -> float:
     """
     if not job.features.split:
         return 0.0
-    found = sum(of_layer(job, job.model.kinds[number]) for number in held)
+    found = sum(of_layer(job, job.kinds[number]) for number in held)
     return found + (of_end(job) if job.layout.ends(rank, chunk) else 0.0)
 
 
@@ -64,7 +64,7 @@ class _Numbers:
             yield from self._mlp(model.shared_ffn)
         # --moe-alltoall-overlap-comm computes the experts' weight gradients in backward, to hide transfers.
         if not self.job.features.alltoall_overlap:
-            received = self.r * model.router_topk * self.job.layout.etp * self.job.skew
+            received = self.r * model.router_topk * self.job.layout.etp * kind.skew
             yield received * (2 * model.hidden + self._widths * model.expert_ffn / self.job.layout.etp)
 
     @property
@@ -112,6 +112,6 @@ class _Numbers:
         apart = not (self.job.features.chunked_loss or (model.tied and model.mtp))
         output = (self.r * model.hidden + self._by_columns(model.vocabulary)) if apart else 0.0
         yield (1 + model.mtp) * output
-        for kind in model.mtp_kinds:
+        for kind in self.job.mtp_kinds:
             yield self.r * 2 * model.hidden + self._by_columns(model.hidden)
             yield from self.layer(kind)

@@ -218,7 +218,7 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     items += [replace(each, modules=("core_attn",)) for each in (core.times(share / tp), *index_work)]
     if not kind.experts:
         return [*items, linear(job, "dense MLP", mlp(model, model.ffn / tp), tokens, modules=("mlp",))]
-    received = rows * model.router_topk * layout.etp * job.skew
+    received = rows * model.router_topk * layout.etp * kind.skew
     wide = mlp(model, model.expert_ffn / layout.etp)
     experts_work = linear(job, "routed experts", wide, received, model.experts / layout.ep)
     if features.alltoall_overlap:
@@ -247,7 +247,7 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
     items: list[Work] = []
-    for kind, count in Counter(model.kinds[number] for number in held).items():
+    for kind, count in Counter(job.kinds[number] for number in held).items():
         items += [part.times(count) for part in layer(job, kind)]
     return [*items, *end(job)] if layout.ends(rank, number) else items
 
@@ -257,7 +257,7 @@ def end(job: Job) -> list[Work]:
     model, layout = job.model, job.layout
     output = _output(job)
     items = list(output)
-    for kind in model.mtp_kinds:
+    for kind in job.mtp_kinds:
         items += [part.times(1, "MTP") for part in layer(job, kind)]
         joined = [(2.0 * model.hidden, model.hidden / layout.tp)]
         items += [linear(job, "MTP", joined, job.tokens), *(part.times(1, "MTP") for part in output)]
@@ -281,13 +281,13 @@ def repeated(job: Job, rank: int, number: int) -> list[Work]:
     held = layouts.chunks(layout, model)[rank][number]
     whole = held if training.full < 0 else held[: training.full]
     items: list[Work] = []
-    for kind, count in Counter(model.kinds[number] for number in whole).items():
+    for kind, count in Counter(job.kinds[number] for number in whole).items():
         items += [part.times(count) for part in layer(job, kind)]
-    kinds = Counter(model.kinds[number] for number in held[len(whole) :])
+    kinds = Counter(job.kinds[number] for number in held[len(whole) :])
     if layout.ends(rank, number):
-        kinds.update(model.mtp_kinds)
+        kinds.update(job.mtp_kinds)
         if training.full < 0:
-            items += [part for kind in model.mtp_kinds for part in layer(job, kind)]
+            items += [part for kind in job.mtp_kinds for part in layer(job, kind)]
     for kind, count in kinds.items() if training.modules else ():
         items += [part.times(count) for part in layer(job, kind) if {*part.modules} & {*training.modules}]
     return items

@@ -116,6 +116,7 @@ class Counts:
         self._config: Any = None
         self._places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
         self._tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._microbatches: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._slots: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self.own_loop = False
 
@@ -149,9 +150,11 @@ class Counts:
             if tokens is None:
                 tokens = torch.zeros(routing_map.size(1), dtype=torch.int64, device=routing_map.device)
                 self._tokens[router] = tokens
+                self._microbatches[router] = tokens.new_zeros(())
                 if (order := numbering.order_of(router)) is not None:
                     self._slots[router] = torch.tensor(order, device=routing_map.device)
             tokens += routing_map.sum(dim=0)
+            self._microbatches[router] += 1
 
     def take(self) -> list[LayerLoad]:
         """Sum the counts of this step over all ranks, and reset them. Collective over all ranks.
@@ -167,8 +170,9 @@ class Counts:
         if dist.get_rank() != dist.get_world_size() - 1:
             return []
         stages, experts, ranks = sums.stages.tolist(), sums.experts.tolist(), sums.ranks.tolist()
+        microbatches = sums.microbatches.tolist()
         return [
-            LayerLoad(row + 1, stage - 1, experts[row], ranks[row])
+            LayerLoad(row + 1, stage - 1, experts[row], ranks[row], microbatches[row])
             for row, stage in enumerate(stages)
             if stage  # 0 for a dense layer
         ]
@@ -197,11 +201,13 @@ class Counts:
             if tokens is None:
                 continue
             sums.experts[row] += tokens
+            sums.microbatches[row] += self._microbatches[router] * alone
             slots = self._slots.get(router)  # [experts]: expert held by each slot
             by_slot = tokens if slots is None else tokens[slots]
             # Slots are in rank order, the same number on each rank.
             sums.ranks[row, replica] += by_slot.view(ranks, -1).sum(dim=1)
             tokens.zero_()
+            self._microbatches[router].zero_()
         return sums
 
 
@@ -213,12 +219,13 @@ class _Sums:
         stages: pipeline stage (from 1) of each layer, 0 for a dense layer, ``[layers]``.
         experts: tokens of each expert, ``[layers, experts]``.
         ranks: tokens of each rank, ``[layers, replicas, expert parallel ranks]``.
+        microbatches: number of forwards of each layer on one rank, ``[layers]``.
     """
 
     def __init__(self, layers: int, experts: int, replicas: int, ranks: int) -> None:
-        sizes = [layers, layers * experts, layers * replicas * ranks]
+        sizes = [layers, layers * experts, layers * replicas * ranks, layers]
         self.all = torch.zeros(sum(sizes), dtype=torch.int64, device=platforms.current().device)
-        self.stages, of_experts, of_ranks = self.all.split(sizes)
+        self.stages, of_experts, of_ranks, self.microbatches = self.all.split(sizes)
         self.experts = of_experts.view(layers, experts)
         self.ranks = of_ranks.view(layers, replicas, ranks)
 
