@@ -10,6 +10,7 @@ CELLS = {
     "permutation": "benchmarks.moe.permutation",
     "grouped": "benchmarks.moe.grouped",
     "placement": "benchmarks.moe.placement",
+    "reach": "benchmarks.moe.reach",
 }
 """Cell's module by its name for ``--only``."""
 

@@ -10,7 +10,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 class Kind(str, Enum):
-    """Kind of computation."""
+    """Kind of computation in a pipeline; the last five are parts of one layer's step."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -19,6 +19,16 @@ class Kind(str, Enum):
     """Weight gradients."""
     RECOMPUTE = "R"
     """Recomputation of a forward, which its backward needs."""
+    DISPATCH = "D"
+    """All-to-all from router to experts, or of its gradients."""
+    COLD = "E"
+    """Experts of dispatched tokens."""
+    HOT = "H"
+    """Moved experts on the rank's own tokens."""
+    PASSED = "P"
+    """Weights of moved experts on their way along a chain, or gradients on their way back."""
+    COMBINE = "C"
+    """All-to-all from experts back, or of its gradients."""
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,11 @@ _COLOURS = {
     Kind.BACKWARD: ("#8fd19e", "#2e8b4a"),
     Kind.WEIGHT: ("#f2d16b", "#f2d16b"),
     Kind.RECOMPUTE: ("#c9a3d9", "#c9a3d9"),
+    Kind.DISPATCH: ("#d9d9d9", "#a6a6a6"),
+    Kind.COLD: ("#7fb2e5", "#2f6fae"),
+    Kind.HOT: ("#f0997d", "#c0542f"),
+    Kind.PASSED: ("#f2d16b", "#c99a1a"),
+    Kind.COMBINE: ("#ececec", "#c4c4c4"),
 }
 """Colour of the first chunks (lighter) and of the last chunks (darker)."""
 _LABELS = {
@@ -139,6 +144,11 @@ _LABELS = {
     Kind.BACKWARD: "backward",
     Kind.WEIGHT: "weight gradients",
     Kind.RECOMPUTE: "recompute",
+    Kind.DISPATCH: "dispatch",
+    Kind.COLD: "experts of dispatched tokens",
+    Kind.HOT: "moved experts",
+    Kind.PASSED: "moved weights and gradients",
+    Kind.COMBINE: "combine",
 }
 _LABELLED = 700
 """Largest number of spans that get their microbatch as a label."""
@@ -158,7 +168,9 @@ def png(timelines: Sequence[Timeline], path: Path, unit: str = "") -> None:
             "a picture of a schedule needs matplotlib: pip install 'mindspeed_dsa[viz]'"
         ) from error
     rows = sum(len(timeline.ranks) for timeline in timelines)
-    figure = Figure(figsize=(16, 1.0 * len(timelines) + max(0.3 * rows, 1.5)), layout="constrained")
+    # At most 40 inches: a layer of 256 ranks has thin rows.
+    height = min(1.0 * len(timelines) + max(0.3 * rows, 1.5), 40.0)
+    figure = Figure(figsize=(16, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(
         len(timelines), 1, sharex=True, squeeze=False, height_ratios=[len(t.ranks) for t in timelines]
@@ -173,7 +185,7 @@ def _panel(axes: Any, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     origin = min(span.start for spans in timeline.ranks for span in spans)
-    labelled = sum(map(len, timeline.ranks)) <= _LABELLED
+    labelled = sum(map(len, timeline.ranks)) <= _LABELLED and timeline.schedule.microbatches > 1
     chunks = timeline.schedule.chunks
     for rank, spans in enumerate(timeline.ranks):
         for span in spans:
@@ -185,14 +197,15 @@ def _panel(axes: Any, timeline: Timeline) -> None:
                 (bottom, height),
                 facecolors=_COLOURS[span.event.kind][shade],
                 edgecolor="white",
-                linewidth=0.4 if labelled else 0.0,
+                linewidth=0.4 if sum(map(len, timeline.ranks)) <= _LABELLED else 0.0,
             )
             if labelled:
                 text = str(span.event.microbatch)
                 axes.text(start + width / 2, bottom + height / 2, text, ha="center", va="center", fontsize=6)
     axes.set_ylim(len(timeline.ranks), 0)
     axes.margins(x=0.005)
-    axes.set_yticks([rank + 0.5 for rank in range(len(timeline.ranks))], range(len(timeline.ranks)))
+    shown = range(0, len(timeline.ranks), max(1, len(timeline.ranks) // 32))
+    axes.set_yticks([rank + 0.5 for rank in shown], list(shown))
     axes.set_ylabel("rank")
     axes.set_title(f"{timeline.schedule.name}: {timeline.step_time:.6g}", loc="left", fontsize=10)
     kinds = dict.fromkeys(span.event.kind for spans in timeline.ranks for span in spans)
@@ -210,7 +223,12 @@ def _lane(span: Span, rank: int) -> tuple[float, float]:
     """Return a span's vertical position and height in the plot; the events of a pair share a row."""
     if span.event.pair is None:
         return rank + 0.05, 0.9
-    return (rank + 0.05, 0.45) if span.event.kind is Kind.FORWARD else (rank + 0.5, 0.45)
+    return (rank + 0.5, 0.45) if _below(span) else (rank + 0.05, 0.45)
+
+
+def _below(span: Span) -> bool:
+    """Return whether a span is the second of those that share a row."""
+    return span.event.pair is not None and span.event.kind in (Kind.BACKWARD, Kind.PASSED)
 
 
 def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 1000.0) -> None:
@@ -227,7 +245,9 @@ def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 10
         origin = min(span.start for spans in timeline.ranks for span in spans)
         for rank, spans in enumerate(timeline.ranks):
             # A pair's events overlap in time, so its backward gets a lane of its own.
-            lanes = (f"rank {rank}", f"rank {rank}, paired backward")
+            below = {span.event.kind for span in spans if _below(span)}
+            passed = Kind.PASSED in below
+            lanes = (f"rank {rank}", f"rank {rank}, {'links' if passed else 'paired backward'}")
             paired = any(span.event.pair is not None for span in spans)
             events += [
                 _name("thread_name", name, process, 2 * rank + lane)
@@ -239,7 +259,7 @@ def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 10
                     "name": str(span.event),
                     "cat": _LABELS[span.event.kind],
                     "pid": process,
-                    "tid": 2 * rank + (span.event.pair is not None and span.event.kind is Kind.BACKWARD),
+                    "tid": 2 * rank + _below(span),
                     # Chrome traces count in microseconds.
                     "ts": (span.start - origin) * microseconds,
                     "dur": (span.end - span.start) * microseconds,

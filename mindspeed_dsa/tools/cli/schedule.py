@@ -12,12 +12,14 @@ from typing import Any
 from mindspeed_dsa import settings
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs import expert_load
 from mindspeed_dsa.schedule import beside, lists, megatron_order, report
 from mindspeed_dsa.schedule.events import Costs, Schedule
 from mindspeed_dsa.schedule.megatron_order import Recompute
-from mindspeed_dsa.schedule.report import Figures, figures, table
+from mindspeed_dsa.schedule.report import figures, table
 from mindspeed_dsa.schedule.simulate import Timeline, simulate
 from mindspeed_dsa.session.start_report import aligned
+from mindspeed_dsa.tools.planner import devices
 
 _DESCRIPTION = """\
 Simulates one step of pipeline schedules with given costs per chunk and microbatch, and compares them. The
@@ -26,6 +28,9 @@ order of events comes from the functions of the installed Megatron-core that dri
   python -m mindspeed_dsa schedule --pipeline-model-parallel-size 16 --virtual 2 --num-microbatches 64 \\
       --all-to-all-forward 0.5 --all-to-all-backward 1 --png schedule.png
   python -m mindspeed_dsa schedule --beside runs/mine/schedule
+  python -m mindspeed_dsa schedule --expert-model-parallel-size 64 --device h100 --imbalance 2 --png layer.png
+
+The last one simulates one layer's routed experts, without and with --balanced-moe-experts.
 
 Exit status: 0; 1 where a recorded step had another order than its schedule; 2 where numbers are refused."""
 
@@ -45,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     if options.beside is not None:
         return _beside(options)
+    if options.expert_ranks is not None:
+        return _layer(options)
     costs = Costs(**{name: getattr(options, name) for name in _COSTS})
     timelines, rows = [], []
     found, left_out = _schedules(options)
@@ -55,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         timelines.append(simulate(schedule, own))
         rows.append(figures(timelines[-1], own))
     print("\n".join([*aligned(table(rows)), *left_out]))
-    _write(options, timelines, rows)
+    _write(options, timelines, [row.record() for row in rows])
     return 0
 
 
@@ -82,14 +89,47 @@ def _beside(options: argparse.Namespace) -> int:
     return 1 if comparison.other_order else 0
 
 
-def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[Figures]) -> None:
+def _layer(options: argparse.Namespace) -> int:
+    # Importing this loads torch, which the other simulations do not need.
+    from mindspeed_dsa.tools.planner import expert_step
+
+    device = devices.device(options.device)
+    layer = expert_step.Layer(
+        options.expert_ranks, options.experts, options.topk, options.hidden, options.width, options.tokens
+    )
+    if options.expert_load is None:
+        counts = expert_step.imbalanced(layer, options.imbalance)
+    else:
+        counts = expert_step.routed(layer, _recorded(options.expert_load, options.layer))
+    links = expert_step.Links.of(device)
+    steps = expert_step.compare(layer, counts, device.tflops * device.matmul * 1e12, links, options.limit)
+    print("\n".join(aligned(expert_step.table(steps))))
+    moved = steps[-1].plan.experts
+    print(f"moved: experts {', '.join(map(str, moved))}" if moved else "moved: no expert, because none pays")
+    timelines = [step.in_milliseconds for step in steps]
+    _write(options, timelines, [step.record() for step in steps], "ms")
+    return 0
+
+
+def _recorded(report: Path, layer: int | None) -> Sequence[int]:
+    """Return the recorded tokens by expert of a layer; without its number, of the least balanced layer."""
+    loads = expert_load.totals(expert_load.read(report))
+    if layer is None:
+        return max(loads.values(), key=expert_load.imbalance)
+    if layer not in loads:
+        raise SettingsError(f"schedule: {report} has no layer {layer}; it has {', '.join(map(str, loads))}")
+    return loads[layer]
+
+
+def _write(
+    options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[dict[str, Any]], unit: str = ""
+) -> None:
     if options.png:
-        report.png(timelines, Path(options.png))
+        report.png(timelines, Path(options.png), unit)
     if options.perfetto:
         report.perfetto(timelines, Path(options.perfetto))
     if options.json:
-        text = json.dumps([row.record() for row in rows], indent=1)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
@@ -162,6 +202,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME,...",
         help=f"of {', '.join(NAMES)}; all: of these, what the layout has; default: the first three, likewise",
     )
+    _add_layer(parser)
     costs = parser.add_argument_group("costs of a chunk and microbatch")
     for name, help in _COSTS.items():
         default = getattr(Costs, name)
@@ -182,6 +223,46 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options.by_name = options.schedules not in (None, "all")
     options.schedules = _names(options.schedules)
     return options
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    layer = parser.add_argument_group("routed experts of one layer, in place of a pipeline")
+    layer.add_argument(
+        "--expert-model-parallel-size", dest="expert_ranks", type=int, metavar="EP", help="simulate this"
+    )
+    for flag, name, default in (
+        ("--num-experts", "experts", 256),
+        ("--moe-router-topk", "topk", 8),
+        ("--hidden-size", "hidden", 7168),
+        ("--moe-ffn-hidden-size", "width", 2048),
+    ):
+        layer.add_argument(
+            flag, dest=name, type=int, default=default, metavar="N", help=f"default: {default}"
+        )
+    layer.add_argument(
+        "--tokens", type=int, default=4096, metavar="N", help="of a rank's microbatch; default: 4096"
+    )
+    layer.add_argument("--device", default="h100", help=f"of {', '.join(devices.DEVICES)}; default: h100")
+    layer.add_argument(
+        "--imbalance",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="rows of the most loaded rank over the mean, by Zipf's law; default: 2",
+    )
+    layer.add_argument(
+        "--expert-load", type=Path, metavar="DIR", help="loads recorded by --moe-router-load-report"
+    )
+    layer.add_argument(
+        "--layer", type=int, metavar="N", help="layer of these loads; default: the least balanced one"
+    )
+    layer.add_argument(
+        "--balanced-moe-hot-expert-num",
+        dest="limit",
+        type=int,
+        metavar="N",
+        help="most experts to move; default: as many as pay",
+    )
 
 
 _COSTS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,19 +22,29 @@ import torch.distributed as dist
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.balanced_experts.chains import Chains, Flow, pieces_of
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options
 from mindspeed_dsa.features.moe.experts import SingleExperts
 from mindspeed_dsa.megatron.measured import slowest, timed
 from mindspeed_dsa.parallel.names import named
 
 Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 _CANDIDATES = 16
-"""Largest number of experts considered for a move. With up to 16 experts all are considered."""
+"""Experts by which a set is extended. With up to 16 experts all are tried."""
 _WIDTH = 128
-"""Beam width: subsets of each size kept for extension. 560 subsets of 3 out of 16 come from 120 pairs."""
+"""Beam width with few ranks: 560 sets of 3 out of 16 come from 120 pairs."""
+_WORK = 8192
+"""Bound of width x candidates x ranks. With 64 ranks the width is 8."""
+_EXACT = 62
+"""Most experts whose sets are numbered by one bit per expert in an int64."""
+_PATIENCE = 4
+"""Set sizes without a better set after which the search ends. Two equally loaded ranks need two moves."""
 _GAIN = 0.97
 """Move experts only if the predicted time falls below this fraction; smaller gains are prediction error."""
+_EACH = 0.0025
+"""Share of the time that each moved expert has to save: its weights take memory until the backward."""
 _TRANSFERS = 4
 """Transfers of a row that leaves its rank: dispatch and combine, in forward and in backward."""
 _BACKWARD = 2.0
@@ -51,6 +61,10 @@ class Costs:
         weights: time to transfer one expert's weights over a rank's link.
         gradients: time to transfer one expert's gradients over a rank's link.
         call: fixed forward time of running one more expert, in addition to its rows.
+        pieces: pieces in which weights or gradients pass along a chain. A rank gets them one piece's time
+            after the rank before it.
+        nodes: number of nodes of the group. Experts take turns by pieces. On one node they share each link,
+            so that pieces wait for each other; chains of several nodes cross the network at different ranks.
     """
 
     row: float
@@ -58,6 +72,8 @@ class Costs:
     weights: float
     gradients: float
     call: float = 0.0
+    pieces: int = 1
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,113 +99,172 @@ class Plan:
         return max(self.rows) * len(self.rows) / total if total else 1.0
 
 
+@dataclass(frozen=True)
+class _Sets:
+    """Sets of moved experts, and the work of each rank with each set.
+
+    Attributes:
+        moved: mask of the moved experts, ``[sets, experts]``.
+        key: number of each set, equal for equal sets, ``[sets]``.
+        cold: rows that each rank computes with its own experts, ``[sets, ranks]``.
+        hot: rows that it computes with received weights, ``[sets, ranks]``.
+        sent: experts whose weights it sends or passes on, ``[sets, ranks]``.
+        received: experts whose weights it receives, ``[sets, ranks]``.
+        length: receivers in the longest chain, ``[sets]``.
+        seconds: predicted time, ``[sets]``.
+    """
+
+    moved: npt.NDArray[np.bool_]
+    key: Counts
+    cold: Counts
+    hot: Counts
+    sent: Counts
+    received: Counts
+    length: Counts
+    seconds: Floats
+
+    def __getitem__(self, sets: Any) -> _Sets:
+        """Return the sets of these indices."""
+        return _Sets(*(getattr(self, entry.name)[sets] for entry in fields(self)))
+
+
 class _Problem:
     """Model of the layer's time as a function of the set of moved experts.
 
-    The time depends on six counts per rank: rows computed by its own experts, rows computed with received
-    weights, rows sent, rows received, weights sent, and weights received. Each moved expert adds a constant
-    to these counts, so a set of experts is evaluated by a sum.
+    Weights and gradients of a moved expert pass from rank to rank along a chain. So a rank of the chain sends
+    at most one copy and receives at most one, however many ranks have tokens for the expert.
     """
 
-    def __init__(self, counts: npt.NDArray[np.int64], costs: Costs, limit: int) -> None:
+    def __init__(self, counts: Counts, costs: Costs) -> None:
         ranks, experts = counts.shape
-        self.costs, self.ranks = costs, ranks
+        self.costs, self.ranks, self.experts = costs, ranks, experts
+        each = np.arange(experts)
         # 8 experts on 4 ranks: owner = 0 0 1 1 2 2 3 3.
-        owner = np.arange(experts) // (experts // ranks)
-        at_home = owner[None, :] == np.arange(ranks)[:, None]  # [ranks, experts]
-        away = np.where(at_home, 0, counts)  # [ranks, experts]: rows for others' experts
-        remote = away.sum(axis=0)  # [experts]
-        load = np.where(at_home, counts.sum(axis=0), 0).sum(axis=1)  # [ranks]
-        none = np.zeros(ranks)
-        arriving = np.where(at_home, remote, 0)  # [ranks, experts]
-        # The six sums without any move: no rows for others at home, no weights sent or received.
-        self.base: Floats = np.concatenate([load, none, away.sum(axis=1), arriving.sum(axis=1), none, none])
+        self.owner = each // (experts // ranks)
+        away = counts.T.copy()
+        away[each, self.owner] = 0
+        self.away: Counts = away  # [experts, ranks]: rows for others' experts
+        self.remote: Counts = away.sum(axis=1)  # [experts]
+        own = counts[self.owner, each].reshape(ranks, -1).sum(axis=1)
+        self.load: Counts = own + self.remote.reshape(ranks, -1).sum(axis=1)  # [ranks]
+        self._own, self._leave = own, away.sum(axis=0)
+        self.received: Counts = (away > 0).astype(np.int64)  # [experts, ranks]
+        self.receivers: Counts = self.received.sum(axis=1)
+        self.sent = self.received.copy()
+        self.sent[each, self.owner] += 1
+        # The last rank of a chain has nobody to pass the weights on to. Without receivers it is the owner.
+        last = np.where(self.receivers > 0, ranks - 1 - np.argmax(self.received[:, ::-1], axis=1), self.owner)
+        self.sent[each, last] -= 1
+        # A set's key is the sum of these: one bit per expert, or random numbers for many experts.
+        self.key: Counts = np.random.default_rng(0).integers(1, 1 << 62, size=(experts,))
+        if experts <= _EXACT:
+            self.key = np.ones(experts, dtype=np.int64) << (experts - 1 - each)
+
+    def nothing(self) -> _Sets:
+        """Return the set without experts."""
+        none = np.zeros((1, self.ranks), dtype=np.int64)
+        zero = np.zeros(1, dtype=np.int64)
+        moved = np.zeros((1, self.experts), dtype=np.bool_)
+        return self._timed(moved, zero, self.load[None, :], none, none, none, zero)
+
+    def extended(self, sets: _Sets) -> _Sets:
+        """Extend each set by each of its best candidates; equal results are repeated."""
         # Rows by which the expert's rank exceeds the mean; moving more of the expert's rows does not help.
-        excess = np.maximum(load[owner] - load.sum() // ranks, 0)
+        excess = (sets.cold + sets.hot - self.load.sum() // self.ranks)[:, self.owner]
+        worth = np.minimum(self.remote, np.maximum(excess, 0))
         # Most rows worth moving first; ties go to more remote rows, then to lower numbers.
-        order = sorted(range(experts), key=lambda e: (-min(remote[e], excess[e]), -remote[e], e))
-        self.candidates = sorted(e for e in order[:_CANDIDATES] if remote[e])
-        moved = self.candidates
-        # [ranks, experts]: 1 where the rank would receive the expert's weights.
-        borrowers = (away > 0).astype(np.int64)
-        # Change of the six sums when an expert moves: other ranks compute their own rows, and the owner sends
-        # each of them a copy of the weights.
-        self.change: Floats = np.concatenate(
-            [-arriving, away, -away, -arriving, np.where(at_home, borrowers.sum(axis=0), 0), borrowers]
-        )[:, moved].T.astype(np.float64)  # [candidates, 6 * ranks]
-        self.limit = min(limit, len(moved))
-        self.fewest_borrowers = min((int(borrowers[:, expert].sum()) for expert in moved), default=0)
+        worth = worth * (self.remote.max() + 1) + self.remote
+        worth = np.where(sets.moved, -1, worth)
+        candidates = np.argsort(-worth, axis=1, kind="stable")[:, :_CANDIDATES]
+        taken = np.take_along_axis(worth, candidates, axis=1) > 0  # not moved already, and with remote rows
+        old, place = np.nonzero(taken)
+        expert = candidates[old, place]
+        each = np.arange(len(old))
+        moved, cold = sets.moved[old], sets.cold[old]
+        moved[each, expert] = True
+        cold[each, self.owner[expert]] -= self.remote[expert]
+        return self._timed(
+            moved,
+            sets.key[old] + self.key[expert],
+            cold,
+            sets.hot[old] + self.away[expert],
+            sets.sent[old] + self.sent[expert],
+            sets.received[old] + self.received[expert],
+            np.maximum(sets.length[old], self.receivers[expert]),
+        )
 
-    def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Predict the time of each set of moved experts, and each rank's rows.
-
-        Args:
-            chosen: mask of the candidates in each set, ``[sets, candidates]``.
-
-        Returns:
-            Seconds ``[sets]``, and number of rows ``[sets, ranks]``.
-        """
-        sums = self.base + chosen.astype(np.float64) @ self.change
-        cold, hot, leave, arrive, sent, received = np.split(sums, 6, axis=1)
-        tokens = np.maximum(leave, arrive).max(axis=1) * (_TRANSFERS * self.costs.token)
+    def _timed(
+        self,
+        moved: npt.NDArray[np.bool_],
+        key: Counts,
+        cold: Counts,
+        hot: Counts,
+        sent: Counts,
+        received: Counts,
+        length: Counts,
+    ) -> _Sets:
+        costs = self.costs
+        rows = np.maximum((self._leave - hot).max(axis=1), (cold - self._own).max(axis=1))
+        copies = np.maximum(sent, received).max(axis=1)
+        # The last rank of the longest chain gets its copies later than the first.
+        late = np.maximum(length - 1, 0) / costs.pieces
+        copies = copies + late * (copies if costs.nodes == 1 else 1)
+        moving = hot * costs.row + received * costs.call
         # The experts of dispatched tokens hide the weights in forward and the gradients in backward.
-        weights = np.maximum(sent, received).max(axis=1, keepdims=True)
-        moved = hot * self.costs.row + received * self.costs.call
-        forward = np.maximum(cold * self.costs.row, weights * self.costs.weights) + moved
-        row = _BACKWARD * self.costs.row
-        backward = np.maximum(cold * row, weights * self.costs.gradients) + _BACKWARD * moved
-        return forward.max(axis=1) + backward.max(axis=1) + tokens, cold + hot
+        forward = np.maximum(cold * costs.row, (copies * costs.weights)[:, None]) + moving
+        row = _BACKWARD * costs.row
+        backward = np.maximum(cold * row, (copies * costs.gradients)[:, None]) + _BACKWARD * moving
+        seconds = forward.max(axis=1) + backward.max(axis=1) + rows * (_TRANSFERS * costs.token)
+        return _Sets(moved, key, cold, hot, sent, received, length, seconds)
 
 
-def choose(counts: Any, costs: Costs, limit: int) -> Plan:
-    """Choose the best set of at most ``limit`` experts to move; empty if moving does not save time.
+def choose(counts: Any, costs: Costs, limit: int | None = None) -> Plan:
+    """Choose the best set of experts to move; empty if moving does not save time.
 
-    Among equal sets, prefers fewer experts, then lower expert numbers.
+    Among equal sets, prefers fewer experts, then more even rows, then (with up to 62) lower expert numbers.
 
     Args:
         counts: number of rows that each rank has for each expert, integers ``[ranks, experts]``. Experts are
             assigned to the ranks in order, the same number per rank.
         costs: seconds per unit of work.
-        limit: largest number of experts to move.
+        limit: largest number of experts to move; ``None`` for as many as save time.
     """
-    problem = _Problem(np.asarray(counts, dtype=np.int64), costs, limit)
-    none = np.zeros((1, len(problem.candidates)), dtype=np.bool_)
-    seconds, rows = problem.seconds(none)
-    before = float(seconds[0])
-    best = (before, none[0], rows[0])
-    # Cheap lower bound: perfect balance, or the transfers of the expert with the fewest receivers. The
-    # search takes long for many ranks, so skip it where even this bound does not pay.
-    balanced = float(rows.sum()) / problem.ranks * costs.row * (1 + _BACKWARD)
-    sent = problem.fewest_borrowers * (costs.weights + costs.gradients)
-    if max(balanced, sent) < _GAIN * before:
-        best = _search(problem, best)
-    if not best[0] < _GAIN * before:
-        best = (before, none[0], rows[0])
-    after, chosen, loads = best
+    problem = _Problem(np.asarray(counts, dtype=np.int64), costs)
+    none = problem.nothing()
+    before, best = float(none.seconds[0]), none
+    # Cheap lower bound: perfect balance, or the transfer of one expert. The search takes long for many
+    # ranks, so skip it where even this bound does not pay.
+    balanced = float(problem.load.sum()) / problem.ranks * costs.row * (1 + _BACKWARD)
+    if max(balanced, costs.weights + costs.gradients) < _GAIN * before:
+        best = _search(problem, none, problem.experts if limit is None else limit)
+    if not best.seconds[0] < _GAIN * before:
+        best = none
     return Plan(
-        tuple(expert for expert, moves in zip(problem.candidates, chosen, strict=True) if moves),
+        tuple(int(expert) for expert in np.flatnonzero(best.moved[0])),
         before,
-        after,
-        tuple(int(load) for load in loads),
+        float(best.seconds[0]),
+        tuple(int(rows) for rows in (best.cold + best.hot)[0]),
     )
 
 
-def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any, Any]:
-    """Run a beam search over set sizes: extend the best sets of each size by one expert."""
-    count = len(problem.candidates)
-    bits = 1 << np.arange(count - 1, -1, -1)  # the first candidate is the highest bit
-    subsets = np.zeros(1, dtype=np.int64)
-    for _ in range(problem.limit):
-        # A subset is an int with one bit per candidate.
-        free = (subsets[:, None] & bits) == 0
-        # Descending order: of two equal subsets the one with the lower expert numbers comes first.
-        subsets = np.unique((subsets[:, None] | bits)[free])[::-1]
-        subset_masks = (subsets[:, None] & bits) != 0
-        seconds, rows = problem.seconds(subset_masks)
-        order = np.argsort(seconds, kind="stable")[:_WIDTH]
-        if seconds[order[0]] < best[0]:
-            best = (float(seconds[order[0]]), subset_masks[order[0]], rows[order[0]])
-        subsets = subsets[order]
+def _search(problem: _Problem, sets: _Sets, limit: int) -> _Sets:
+    """Run a beam search over set sizes: extend the best sets of each size by one expert. Return the best."""
+    width = int(np.clip(_WORK // (_CANDIDATES * problem.ranks), 8, _WIDTH))
+    saving = _EACH * sets.seconds[0]
+    best, least, waited = sets, sets.seconds[0], 0
+    for size in range(1, limit + 1):
+        sets = problem.extended(sets)
+        # Of equal times, the more even rows have the smaller sum of squares; higher keys have lower numbers.
+        squares = ((sets.cold + sets.hot) ** 2).sum(axis=1)
+        order = np.lexsort((-sets.key, squares, sets.seconds))
+        _, first = np.unique(sets.key[order], return_index=True)
+        sets = sets[order[np.sort(first)[:width]]]
+        if not len(sets.key):
+            break
+        if sets.seconds[0] + size * saving < least:
+            best, least, waited = sets[:1], sets.seconds[0] + size * saving, 0
+        elif (waited := waited + 1) == _PATIENCE:
+            break
     return best
 
 
@@ -235,22 +310,29 @@ def nodes_of(group: Any, context: Context[Options]) -> tuple[int, ...]:
 
 _ROWS = 512
 _BYTES = 4 << 20
+_CHAIN = 16 << 20
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of the slowest rank.
+    """Speed of the slowest rank of a group.
 
     Attributes:
         matmul: FLOP/s of an expert's matmuls.
-        link: bytes per second over a rank's link in one direction.
+        link: bytes per second over a rank's link in one direction, in an all-to-all.
+        chain: bytes per second that a rank of a chain receives and passes on.
+        ranks: number of ranks in the group.
+        nodes: number of nodes of the group.
         call: fixed seconds per additional expert call.
-        message: fixed seconds per additional message.
+        message: fixed seconds per additional piece in a chain.
     """
 
     matmul: float
     link: float
+    chain: float
+    ranks: int
+    nodes: int = 1
     call: float = 0.0
     message: float = 0.0
 
@@ -260,13 +342,16 @@ class Rates:
         numel = sum(shape.numel() for shape in shapes)
         # Gradients are sent in fp32 or wider, see WeightTransfer.send_gradients.
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        latency = len(shapes) * self.message
+        pieces = pieces_of(self.ranks - 1, numel * dtype.itemsize)
+        latency = pieces * self.message
         return Costs(
             row=2 * numel / self.matmul,
             token=hidden * dtype.itemsize / self.link,
-            weights=numel * dtype.itemsize / self.link + latency,
-            gradients=numel * wide / self.link + latency,
+            weights=numel * dtype.itemsize / self.chain + latency,
+            gradients=numel * wide / self.chain + latency,
             call=self.call,
+            pieces=pieces,
+            nodes=self.nodes,
         )
 
 
@@ -292,29 +377,32 @@ def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[O
         group: expert parallel process group.
         context: context of the feature, whose options may give one or both rates.
     """
-    options, measured = context.options, context.state(Groups).rates
+    options, measured, nodes = context.options, context.state(Groups).rates, nodes_of(group, context)
     if options.matmul_rate is not None and options.link_rate is not None:
-        return Rates(options.matmul_rate * 1e12, options.link_rate * 1e9)
+        link = options.link_rate * 1e9
+        return Rates(options.matmul_rate * 1e12, link, link, len(nodes), max(nodes) + 1)
     if group not in measured:
-        measured[group] = _measure(experts, hidden, group)
+        measured[group] = _measure(experts, hidden, group, nodes)
         context.log.info(
-            "measured %.3g TFLOP/s of experts and %.3g GB/s of a link between %d ranks",
+            "measured %.3g TFLOP/s of experts; between %d ranks %.3g GB/s of a link, %.3g GB/s along a chain",
             measured[group].matmul / 1e12,
+            measured[group].ranks,
             measured[group].link / 1e9,
-            dist.get_world_size(group),
+            measured[group].chain / 1e9,
             ranks="stage",
         )
     rates = measured[group]
-    return replace(
-        rates,
-        matmul=rates.matmul if options.matmul_rate is None else options.matmul_rate * 1e12,
-        link=rates.link if options.link_rate is None else options.link_rate * 1e9,
-    )
+    if options.matmul_rate is not None:
+        return replace(rates, matmul=options.matmul_rate * 1e12)
+    if options.link_rate is not None:
+        return replace(rates, link=options.link_rate * 1e9, chain=options.link_rate * 1e9)
+    return rates
 
 
 @torch.no_grad()
-def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
+def _measure(experts: SingleExperts, hidden: int, group: Any, nodes: Sequence[int]) -> Rates:
     weights = [weight.of(weight.parameter.detach()) for weight in experts.expert_weights(0)]
+    device, rank, ranks = weights[0].device, dist.get_rank(group), dist.get_world_size(group)
 
     def run(count: int) -> float:
         rows = weights[0].new_full((count, hidden), 0.01)
@@ -322,21 +410,39 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
     def send(size: int) -> float:
         # Each rank sends to the next: both directions of every link are busy, as in a token dispatch.
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        data = torch.zeros(size, dtype=torch.uint8, device=weights[0].device)
+        data = torch.zeros(size, dtype=torch.uint8, device=device)
         received = torch.empty_like(data)
         to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
         return _fastest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
 
-    # One row and one byte per rank measure the fixed costs of a call and of a message.
-    seconds = {"rows": run(_ROWS), "bytes": send(_BYTES), "call": run(1), "message": send(1)}
+    def pass_on(size: int) -> float:
+        data = [torch.zeros(size, dtype=torch.uint8, device=device)]
+        flow = Flow((0, *chain_of(0, range(1, ranks), nodes)), "a measured chain", [size], 1)
+        setattr(flow, "received" if rank else "own", data)
+
+        def work() -> None:
+            chains = Chains([flow], group)
+            chains.launch()
+            chains.settle()
+
+        return _fastest(work, group)
+
+    # One row and one byte measure the fixed costs of a call and of a message.
+    seconds = {"rows": run(_ROWS), "bytes": send(_BYTES), "call": run(1)}
+    seconds |= {"chain": pass_on(_CHAIN), "byte": pass_on(1)}
     seconds = slowest(seconds, group)
     numel = sum(weight.numel() for weight in weights)
+    hops = ranks - 1
+    # With 3 hops and 16 pieces, the last rank has everything after the time of 18 pieces.
+    pieces = pieces_of(hops, _CHAIN)
     return Rates(
         matmul=2 * numel * _ROWS / seconds["rows"],
         link=_BYTES / seconds["bytes"],
+        chain=_CHAIN * (pieces + hops - 1) / pieces / seconds["chain"],
+        ranks=ranks,
+        nodes=max(nodes) + 1,
         call=seconds["call"],
-        message=seconds["message"],
+        message=seconds["byte"] / hops,
     )
 
 
