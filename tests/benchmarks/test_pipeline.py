@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from benchmarks.moe.problem import Timing
-from benchmarks.pipeline import CELLS, dualpipev, recompute, recomputed_pairs, run, split
+from benchmarks.pipeline import CELLS, dualpipev, loads, recompute, recomputed_pairs, run, split
 from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
+from tests.tools.planner.recorded_loads import hot
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,27 @@ def test_ratios_of_schedules_in_turns():
     compared = result["bubbles"]["1F1B"]
     assert compared["recorded_over_simulated"] == pytest.approx(1.5)
     assert not compared["is_within_bound"]
+
+
+def test_steps_of_layouts_beside_their_plans():
+    found = {
+        "seconds": {"today": [2.2, 2.0, 2.1], "dealt": [1.1, 1.0, 1.05]},
+        "processor_share": 0.1,
+        "losses_are_equal": True,
+        "deviation": 0.0,
+    }
+    result = loads.metrics(found, {"today": 2.0, "dealt": 1.0})
+    assert result["speedup"] == pytest.approx(2.0)
+    assert result["measured_over_planned"] == {"today": pytest.approx(1.05), "dealt": pytest.approx(1.05)}
+    assert result["is_within_bound"]
+    assert not loads.metrics(found, {"today": 2.0, "dealt": 0.9})["is_within_bound"]
+
+
+def test_sleeping_devices_are_planned_by_their_products(tmp_path):
+    """A layer with balanced experts takes the given time, beside its router's small product."""
+    sizes = loads.Sizes()
+    dealt = loads.planned(sizes, hot(tmp_path))
+    assert dealt.dealing.layers[0] == pytest.approx(sizes.seconds, rel=0.01)
+    # Experts have 0.857 of the FLOPs: 3 x 64 x 512 of them beside 4 x 64 x 64.
+    assert dealt.dealing.layers[4] == pytest.approx((0.143 + 4 * 0.857) * sizes.seconds, rel=0.01)
+    assert dealt.after.time.total < dealt.before.time.total

@@ -42,7 +42,7 @@ class LayerRows:
 def rows_of(records: Sequence[Record]) -> list[LayerRows]:
     """Return the layers of a report, in order."""
     loads = expert_load.totals(records)
-    found = []
+    layers = []
     for number, totals in loads.items():
         steps = [layer for each in records for layer in each["layers"] if layer["layer"] == number]
         replicas, ranks = len(steps[-1]["ranks"]), len(steps[-1]["ranks"][0])
@@ -51,7 +51,7 @@ def rows_of(records: Sequence[Record]) -> list[LayerRows]:
         placed = [max(expert_placement.rank_loads(step["experts"], order, ranks)) for step in steps]
         microbatches = sum(step.get("microbatches", 0) for step in steps) * replicas
         today = sum(map(max, by_rank)) / len(steps)
-        found.append(
+        layers.append(
             LayerRows(
                 steps[-1]["stage"],
                 today,
@@ -61,7 +61,7 @@ def rows_of(records: Sequence[Record]) -> list[LayerRows]:
                 today * _moved([load / microbatches for load in totals], ranks) if microbatches else None,
             )
         )
-    return found
+    return layers
 
 
 def _moved(loads: Sequence[float], ranks: int) -> float:
@@ -90,7 +90,7 @@ def lines(layers: Sequence[LayerRows]) -> list[tuple[str, ...]]:
     with_layout = _dealt(split, [layer.today for layer in layers])
     moved = all(layer.moved is not None for layer in layers)
     best = [min(layer.placed, layer.placed if layer.moved is None else layer.moved) for layer in layers]
-    found: list[tuple[str, float | None]] = [
+    remedies: list[tuple[str, float | None]] = [
         ("placement", _slowest(layers, "placed")),
         ("moving", _slowest(layers, "moved") if moved else None),
         ("layout", with_layout),
@@ -99,7 +99,7 @@ def lines(layers: Sequence[LayerRows]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("", "rows of the slowest stage", "of the waits removed")]
     waits = (today - even) / today if today else 0.0
     rows.append(("today", f"{today:,.0f}", f"{waits:.0%} of the rows are waits"))
-    for name, rows_left in found:
+    for name, rows_left in remedies:
         if rows_left is None:
             rows.append((name, "unknown", "the records have no microbatches; record again"))
         else:

@@ -84,13 +84,13 @@ class Dealing:
         for _ in range(count):
             reached: dict[int, tuple[float, int]] = {}
             for end in self._places:
-                found = [
+                splits = [
                     (max(slowest, self._sums[end] - self._sums[begin]), begin)
                     for begin, slowest in least.items()
                     if begin < end
                 ]
-                if found:
-                    reached[end] = min(found)
+                if splits:
+                    reached[end] = min(splits)
             least = {end: slowest for end, (slowest, _) in reached.items()}
             beginnings.append({end: begin for end, (_, begin) in reached.items()})
         if len(self.layers) not in least:
