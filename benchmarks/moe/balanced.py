@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +18,11 @@ from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
 from benchmarks.moe import overlap
-from benchmarks.moe.problem import QUICK, Sizes, deviation, layer, minima, start, step_of
+from benchmarks.moe.problem import QUICK, Sizes, deviation, layer, minima, start, step_of, timed
 from benchmarks.registry import Metrics
 
-SKEWED, EVEN = 1.2, 0.0
-"""Zipf exponents of the experts' popularity; the most popular experts are neighbours."""
+SKEWED, EVEN, FOUR = 1.2, 0.0, 0.8
+"""Zipf exponents of the experts' popularity on two ranks, and on four; popular experts are neighbours."""
 WAYS = ("stock", "balanced", "overlapped", "both")
 _ROUNDS = 5
 
@@ -31,8 +33,11 @@ def run(link: str, quick: bool) -> Metrics:
     with LinkBed(2, link) as bed:
         skewed = bed.run("benchmarks.moe.balanced:measure", sizes=sizes, zipf=SKEWED)
         even = bed.run("benchmarks.moe.balanced:measure", sizes=sizes, zipf=EVEN)
-    with LinkBed(4, None, cores=[rank % 2 for rank in range(4)]) as bed:
-        four = bed.run("benchmarks.moe.balanced:balance", sizes=QUICK if quick else Sizes(ffn=64), zipf=0.8)
+    cores = sorted(os.sched_getaffinity(0))
+    # With fewer than four cores neighbours share one, so the busiest two ranks have the same core.
+    shared = [cores[rank * min(len(cores), 4) // 4] for rank in range(4)]
+    with LinkBed(4, link, shared) as bed:
+        four = bed.run("benchmarks.moe.balanced:take_turns", sizes=sizes, zipf=FOUR)
     for name, found in (("skewed", skewed), ("even", even), ("EP4", four)):
         print(f"{name}: {found[0]}", file=sys.stderr, flush=True)
     return metrics(skewed[0], even[0], four[0])
@@ -44,13 +49,15 @@ def metrics(skewed: Mapping[str, Any], even: Mapping[str, Any], four: Mapping[st
     Args:
         skewed: result of :func:`measure` with popular experts.
         even: result of :func:`measure` without.
-        four: result of :func:`balance` with four ranks.
+        four: result of :func:`take_turns` with four ranks.
     """
 
     def wall(found: Mapping[str, Any]) -> dict[str, float]:
         return {name: 1e3 * timing.wall for name, timing in found["times"].items()}
 
     slow, flat = wall(skewed), wall(even)
+    turns = four["turns"]
+    ratios = [stock / balanced for stock, balanced in zip(turns["stock"], turns["balanced"], strict=True)]
     return {
         "imbalance_before": skewed["imbalance"]["stock"],
         "imbalance_after": skewed["imbalance"]["balanced"],
@@ -59,13 +66,19 @@ def metrics(skewed: Mapping[str, Any], even: Mapping[str, Any], four: Mapping[st
         "balanced_speedup_skewed": slow["stock"] / slow["balanced"],
         "balanced_speedup_skewed_with_overlap": slow["stock"] / slow["both"],
         "balanced_speedup_even": flat["stock"] / flat["balanced"],
+        "balanced_speedup_ep4": statistics.median(ratios),
+        "balanced_speedup_ep4_range": {"least": min(ratios), "most": max(ratios)},
         "experts_moved": {
             "skewed": skewed["experts_moved"],
             "even": even["experts_moved"],
             "EP4": four["experts_moved"],
         },
         "balanced_rates": skewed["rates"],
-        "balanced_milliseconds": {"skewed": slow, "even": flat},
+        "balanced_milliseconds": {
+            "skewed": slow,
+            "even": flat,
+            "EP4": {name: 1e3 * statistics.median(times) for name, times in turns.items()},
+        },
         "balanced_processor_milliseconds": {
             name: 1e3 * timing.processor for name, timing in skewed["times"].items()
         },
@@ -89,15 +102,19 @@ def measure(sizes: Sizes, zipf: float) -> dict[str, Any]:
     return {**found, "times": minima({name: variant(name) for name in WAYS}, sizes.rounds)}
 
 
-def balance(sizes: Sizes, zipf: float) -> dict[str, Any]:
-    """Return the balance of rows if matmuls are slow and the link is fast."""
-    start(
-        balanced_moe_experts=True,
-        balanced_moe_matmul_rate=1e-6,
-        balanced_moe_link_rate=1e6,
-        **overlap.SWITCH,
-    )
-    return _beside_stock(*_problem(sizes, zipf), ("stock", "balanced"))
+def take_turns(sizes: Sizes, zipf: float) -> dict[str, Any]:
+    """Return the balance of rows, and the wall times in seconds of turns with and without moves."""
+    start(balanced_moe_experts=True, **overlap.SWITCH)
+    built, step = _problem(sizes, zipf)
+    names = ("stock", "balanced")
+    found = _beside_stock(built, step, names)
+    turns: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(sizes.rounds):
+        # Each turn begins with the other variant.
+        for name in names[:: -1 if number % 2 else 1]:
+            with way(name):
+                turns[name].append(timed(step).wall)
+    return {**found, "turns": turns}
 
 
 def _problem(sizes: Sizes, zipf: float) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
@@ -142,6 +159,8 @@ def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple
         return known
 
     with mock.patch.object(feature, "choose", chosen), mock.patch.object(feature, "rates_of", rates):
+        with way("balanced"):
+            step()  # measures the rates, with rows that are no tokens'
         expected: dict[str, Tensor] = {}
         for name in ways:
             rows = _rows(built)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from tests.distributed.flags import (
     ACTIVATIONS,
@@ -10,12 +11,15 @@ from tests.distributed.flags import (
     EP2,
     EP4,
     ETP1,
+    EXPERTS_CUT,
     FOUR_MICROBATCHES,
     FULL_RECOMPUTE,
+    FULLY_SHARDED,
     FUSED,
     GROUP,
     MTP,
     OVERLAP,
+    PAIRS,
     PERMUTE,
     PP2,
     SELECTIVE,
@@ -31,6 +35,8 @@ from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
 from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
 from tests.support import memory_events as events
 
+AT_SHARDS: dict[str, Any] = {"use_torch_fsdp2": True}
+LATER: dict[str, Any] = {"split_backward": True, "watched": (events.MOVED, events.WAITED)}
 AT_EXPERTS = (events.STARTED, events.GROUPED, events.PERMUTED)
 
 launched = partial(
@@ -118,6 +124,29 @@ EXPERTS = (
     moved("EP2, experts recomputed", 2, f"{EP2} {SELECTIVE} moe"),
     moved("EP2, activations recomputed", 2, EP2, recompute_activation_function=True),
     moved("EP2, MTP", 2, EP2, MTP),
+    moved("EP4, distributed optimizer, overlap", 4, f"{EP4} {ZERO} {OVERLAP}"),
+    moved("EP2 x DP2, FSDP2", 4, f"{EP2} {FULLY_SHARDED}", SHALLOW, **AT_SHARDS),
+    moved(
+        "EP2 x DP2, FSDP2, experts sharded", 4, f"{EP2} {FULLY_SHARDED}", SHALLOW, **AT_SHARDS, **EXPERTS_CUT
+    ),
+    moved("PP2 x EP2, split backward", 4, f"{PP2} {EP2}", SHALLOW, **LATER),
+    moved("PP2 x EP2 x DP2, split backward, overlap", 8, f"{PP2} {EP2} {ZERO} {OVERLAP}", SHALLOW, **LATER),
+    moved(
+        "PP2 x VPP2 x EP2, split backward, pairs",
+        4,
+        f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}",
+        SHALLOW,
+        both=PAIRS,
+        **LATER,
+    ),
+    moved(
+        "PP2 x EP2, split backward, transfers hidden",
+        4,
+        f"{PP2} {EP2}",
+        SHALLOW,
+        **LATER,
+        moe_alltoall_overlap_comm=True,
+    ),
     grouped(
         "EP2, distributed optimizer", 2, f"{EP2} {ZERO} {STACKED}", SHALLOW, quick=True, watched=AT_EXPERTS
     ),

@@ -46,6 +46,7 @@ from tests.distributed.flags import (
 )
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, ROUNDED, Row, row
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
 from tests.support import memory_events as events
 
 OVERLAP_GRADIENTS = "--overlap-grad-reduce --ddp-bucket-size 20000"
@@ -104,6 +105,15 @@ def in_bf16(name: str, events_of: tuple[str, ...] = (), **switches: Any) -> Row:
 
 
 IN_V = (
+    in_v(
+        "PP2 x EP2, weight gradients later, hot experts",
+        4,
+        V_OF_PAIRS,
+        both={**V, **FUSED},
+        watched=(events.HANDED_ON, events.WAITED, events.MOVED),
+        dualpipev_dw_detach=True,
+        **HOT_EXPERTS,
+    ),
     dualpipev("PP2, as many microbatches as chunks", 2, PP2, SHALLOW),
     beside_one_process("PP4", 4, PP4, ""),
     beside_one_process("PP2, chunks of different sizes, ten microbatches", 2, f"{PP2} {LAYOUT}", UNEVEN, TEN),

@@ -17,8 +17,6 @@ from mindspeed_dsa.megatron.expert_parallel import (
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
-HOT_EXPERTS = 3
-
 
 @dataclass(frozen=True)
 class Options:
@@ -26,7 +24,7 @@ class Options:
 
     Attributes:
         switched_on: whether ``--balanced-moe-experts`` is set.
-        hot_experts: largest number of experts whose weights are sent per layer, or ``None`` if not given.
+        hot_experts: largest number of experts whose weights are sent per layer; ``None``: as many as pay.
         matmul_rate: TFLOP/s of one rank, or ``None`` to measure it.
         link_rate: GB/s of a rank's link in one direction, or ``None`` to measure it.
         follows_pieces: whether ``--moe-fb-overlap`` splits layers into parts with separate graphs. Then a
@@ -51,11 +49,6 @@ class Options:
             follows_pieces=bool(getattr(settings, "moe_fb_overlap", False)),
         )
 
-    @property
-    def limit(self) -> int:
-        """Largest number of experts whose weights are sent per layer."""
-        return HOT_EXPERTS if self.hot_experts is None else self.hot_experts
-
 
 def wanted(settings: Any) -> bool:
     """Return whether the flag or any of its options is set; options without the flag are an error."""
@@ -78,7 +71,6 @@ _REFUSED = {
     "external_cuda_graph": "records a step whose plan would never change again",
     "use_megatron_fsdp": "shards the weights that would travel",
     "use_custom_fsdp": "shards the weights that would travel",
-    "use_torch_fsdp2": "shards the weights that would travel",
 }
 """Megatron arguments that are refused when set, with the reason."""
 
@@ -117,10 +109,11 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
 def _check_options(args: Any, options: Options) -> Iterator[str]:
     experts = number_of_experts(args)
     yield from check_experts(args, _FLAG)
-    if experts and not 1 <= options.limit <= experts:
+    limit = options.hot_experts
+    if experts and limit is not None and not 1 <= limit <= experts:
         yield (
-            f"--balanced-moe-hot-expert-num {options.limit}: give at least 1, and at most the {experts} "
-            "experts of a layer"
+            f"--balanced-moe-hot-expert-num {limit}: give at least 1, and at most the {experts} "
+            "experts of a layer, or omit it for as many as pay"
         )
     rates = {"matmul": options.matmul_rate, "link": options.link_rate}
     for name, rate in rates.items():
@@ -169,7 +162,7 @@ FEATURE = Feature(
         ),
         Flag(
             "--balanced-moe-hot-expert-num",
-            "Most experts of a layer to move in one microbatch; default: 3.",
+            "Most experts of a layer to move in one microbatch; default: as many as pay.",
             kind="value",
             type=int,
             metavar="N",

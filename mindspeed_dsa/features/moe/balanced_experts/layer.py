@@ -171,7 +171,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         rates = rates_of(layer.experts, hidden, layer.group, context)
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
-        plan = choose(counts, costs, context.options.limit)
+        plan = choose(counts, costs, context.options.hot_experts)
         if plan.experts:
             context.log.info(
                 "experts %s travel to their tokens, the first that do: forward and backward of a layer's "

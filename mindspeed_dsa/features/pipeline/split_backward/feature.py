@@ -157,8 +157,6 @@ def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict
     reasons = {
         "ascend-coc": chunked,
         "ascend-mc2": chunked,
-        "balanced-moe-experts": "gradients of moved experts return in backward, to weights whose own are not "
-        f"there yet with {flag}; omit one of them",
         "moe-batch-overlap": "halves of a microbatch hide transfers behind weight gradients, which "
         f"{flag} leaves for later; omit one of them",
         "two-streams": f"{flag} keeps operands on the stream that they were made for, and a second one would "

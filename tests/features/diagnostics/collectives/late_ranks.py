@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mindspeed_dsa.runs import collectives
 from mindspeed_dsa.tools.hang import waits
 from tests.features.dsa import cp_cases
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
 from tests.support import model
 
 GROUPS = {
@@ -49,6 +50,7 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"switches": {"moe_fb_overlap": True}, "ep": 2, **FEW},
         "dispatch of layer 2, microbatch 1, forward beside",
     ),
+    "EP, chains": ({"switches": HOT_EXPERTS, "ep": 2, **FEW}, "weights of expert"),
     "EP, halves": (
         {"switches": {**HALVES, "moe_batch_overlap_attention": True}, "ep": 2, "num_microbatches": 2},
         "combine of layer 2, half 1 of microbatch 1, forward",

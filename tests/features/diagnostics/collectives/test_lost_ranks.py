@@ -79,7 +79,9 @@ def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
     assert "dispatch of layer 2, microbatch 1, forward beside microbatch 0, backward" in text
 
 
-@pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs"])
+@pytest.mark.parametrize(
+    "case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs", "EP, chains"]
+)
 def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
     # A killed rank writes no record; its last calls are in its call file.
     ranks = job("killed", case)

@@ -29,7 +29,8 @@ def test_served():
     assert (
         problems(deterministic_mode=True, balanced_moe_matmul_rate=100.0, balanced_moe_link_rate=25.0) == []
     )
-    assert Options.of(SimpleNamespace(**SERVED)).limit == 3
+    assert problems(use_torch_fsdp2=True) == []
+    assert Options.of(SimpleNamespace(**SERVED)).hot_experts is None
 
 
 @pytest.mark.parametrize(
