@@ -127,9 +127,24 @@ def curves(words: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reach() -> str:
+    """Return the table of ``balanced-moe-experts.md``: experts that pay on simulated clusters."""
+    clusters = metrics("moe-reach")["reach"]
+    names = {"h100": "nodes of 8", "a3": "super node"}
+    imbalances = list(clusters["h100"]["EP16"])
+    heads = [f"{names[cluster]}, {imbalance}" for cluster in names for imbalance in imbalances]
+    lines = [f"| ranks | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
+    for ranks in clusters["h100"]:
+        cells = [clusters[cluster][ranks][imbalance] for cluster in names for imbalance in imbalances]
+        texts = [f"{cell['moved']}: {cell['speedup']:.2f}" if cell["moved"] else "none" for cell in cells]
+        lines.append(f"| {ranks} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": lambda: front(_ENGLISH, "docs/"),
     "docs/zh/README.md": lambda: front(_CHINESE, "../"),
+    "docs/features/balanced-moe-experts.md": reach,
     "docs/design/memory.md": memory_flags,
     "docs/design/gpu.md": training_steps,
     "docs/curves.md": lambda: curves(_ENGLISH),

@@ -115,11 +115,11 @@ def imbalanced(layer: Layer, imbalance: float) -> Counts:
     for _ in range(10):
         zipf = (low + high) / 2
         counts = routed(layer, popular(layer, zipf))
-        found = imbalance_of(counts)
-        low, high = (zipf, high) if found < imbalance else (low, zipf)
-    if abs(found / imbalance - 1) > _NEAR:
+        drawn = imbalance_of(counts)
+        low, high = (zipf, high) if drawn < imbalance else (low, zipf)
+    if abs(drawn / imbalance - 1) > _NEAR:
         raise SettingsError(
-            f"schedule: --imbalance {imbalance:g}: loads by Zipf's law have {found:.2f} on {layer.ranks} "
+            f"schedule: --imbalance {imbalance:g}: loads by Zipf's law have {drawn:.2f} on {layer.ranks} "
             "ranks; give a number nearer to that, or recorded loads"
         )
     return counts

@@ -138,27 +138,27 @@ class _Problem:
     def __init__(self, counts: Counts, costs: Costs) -> None:
         ranks, experts = counts.shape
         self.costs, self.ranks, self.experts = costs, ranks, experts
-        each = np.arange(experts)
+        numbers = np.arange(experts)
         # 8 experts on 4 ranks: owner = 0 0 1 1 2 2 3 3.
-        self.owner = each // (experts // ranks)
+        self.owner = numbers // (experts // ranks)
         away = counts.T.copy()
-        away[each, self.owner] = 0
+        away[numbers, self.owner] = 0
         self.away: Counts = away  # [experts, ranks]: rows for others' experts
         self.remote: Counts = away.sum(axis=1)  # [experts]
-        own = counts[self.owner, each].reshape(ranks, -1).sum(axis=1)
-        self.load: Counts = own + self.remote.reshape(ranks, -1).sum(axis=1)  # [ranks]
-        self._own, self._leave = own, away.sum(axis=0)
+        at_home = counts[self.owner, numbers].reshape(ranks, -1).sum(axis=1)
+        self.load: Counts = at_home + self.remote.reshape(ranks, -1).sum(axis=1)  # [ranks]
+        self._at_home, self._leave = at_home, away.sum(axis=0)
         self.received: Counts = (away > 0).astype(np.int64)  # [experts, ranks]
         self.receivers: Counts = self.received.sum(axis=1)
         self.sent = self.received.copy()
-        self.sent[each, self.owner] += 1
-        # The last rank of a chain has nobody to pass the weights on to. Without receivers it is the owner.
+        self.sent[numbers, self.owner] += 1
+        # The last rank of a chain sends nothing. Without receivers it is the owner.
         last = np.where(self.receivers > 0, ranks - 1 - np.argmax(self.received[:, ::-1], axis=1), self.owner)
-        self.sent[each, last] -= 1
+        self.sent[numbers, last] -= 1
         # A set's key is the sum of these: one bit per expert, or random numbers for many experts.
         self.key: Counts = np.random.default_rng(0).integers(1, 1 << 62, size=(experts,))
         if experts <= _EXACT:
-            self.key = np.ones(experts, dtype=np.int64) << (experts - 1 - each)
+            self.key = np.ones(experts, dtype=np.int64) << (experts - 1 - numbers)
 
     def nothing(self) -> _Sets:
         """Return the set without experts."""
@@ -179,10 +179,10 @@ class _Problem:
         taken = np.take_along_axis(worth, candidates, axis=1) > 0  # not moved already, and with remote rows
         old, place = np.nonzero(taken)
         expert = candidates[old, place]
-        each = np.arange(len(old))
+        rows = np.arange(len(old))
         moved, cold = sets.moved[old], sets.cold[old]
-        moved[each, expert] = True
-        cold[each, self.owner[expert]] -= self.remote[expert]
+        moved[rows, expert] = True
+        cold[rows, self.owner[expert]] -= self.remote[expert]
         return self._timed(
             moved,
             sets.key[old] + self.key[expert],
@@ -204,7 +204,7 @@ class _Problem:
         length: Counts,
     ) -> _Sets:
         costs = self.costs
-        rows = np.maximum((self._leave - hot).max(axis=1), (cold - self._own).max(axis=1))
+        rows = np.maximum((self._leave - hot).max(axis=1), (cold - self._at_home).max(axis=1))
         copies = np.maximum(sent, received).max(axis=1)
         # The last rank of the longest chain gets its copies later than the first.
         late = np.maximum(length - 1, 0) / costs.pieces
@@ -293,17 +293,17 @@ def nodes_of(group: Any, context: Context[Options]) -> tuple[int, ...]:
         group: expert parallel process group.
         context: context of the feature.
     """
-    known = context.state(Groups).nodes
-    if group not in known:
+    nodes = context.state(Groups).nodes
+    if group not in nodes:
         # 63 bits of the host's name; equal numbers of different hosts would only make chains slower.
         name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
-        own = torch.tensor([name], dtype=torch.int64, device=platforms.current().device)
-        names = own.new_empty(dist.get_world_size(group))
+        host = torch.tensor([name], dtype=torch.int64, device=platforms.current().device)
+        names = host.new_empty(dist.get_world_size(group))
         with named("nodes of ranks"):
-            dist.all_gather_into_tensor(names, own, group=group)
+            dist.all_gather_into_tensor(names, host, group=group)
         numbers: dict[int, int] = {}
-        known[group] = tuple(numbers.setdefault(name, len(numbers)) for name in names.tolist())
-    return known[group]
+        nodes[group] = tuple(numbers.setdefault(name, len(numbers)) for name in names.tolist())
+    return nodes[group]
 
 
 # -- rates -----------------------------------------------------------------------------------------
