@@ -1,9 +1,9 @@
-"""Local shards of ``DTensor`` parameters, for elementwise code."""
+"""Local shards of parameters: of a ``DTensor`` for elementwise code, and in checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,28 @@ def cut_of(tensor: DTensor) -> Cut:
     # On a mesh with two dimensions (HSDP), the other one holds the copies.
     replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
     return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
+
+
+def piece_of(whole: Any, cut: Cut) -> Any:
+    """Build the ``ShardedTensor`` of a part of a tensor parallel rank's tensor.
+
+    Args:
+        whole: Megatron's ``ShardedTensor`` of the part, built as if the rank had no other part.
+        cut: position of the part in the tensor parallel rank's tensor.
+    """
+    axis = cut.dim + whole.prepend_axis_num
+    rows = whole.local_shape[cut.dim]
+
+    def along(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    return replace(
+        whole,
+        global_shape=along(whole.global_shape, whole.global_shape[axis] * cut.pieces),
+        global_offset=along(whole.global_offset, whole.global_offset[axis] * cut.pieces + cut.index * rows),
+        axis_fragmentations=along(whole.axis_fragmentations, whole.axis_fragmentations[axis] * cut.pieces),
+        replica_id=(*whole.replica_id[:-1], cut.replica),
+    )
 
 
 def shard_axis(tensor: DTensor) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.parallel.local_shards import Cut, cut_of, like, local_of
+from mindspeed_dsa.parallel.local_shards import Cut, cut_of, like, local_of, piece_of
 from mindspeed_dsa.patches.errors import SettingsError
 
 _CUT = "_mindspeed_dsa_cut"
@@ -35,28 +35,11 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         # Describe the shard as if it were all of this tensor parallel rank's part, then cut that.
         whole = original(local_of(tensor), *args, **kwargs)
         cut = cut_of(tensor)
-        placed = _marked(_cut(whole, cut), cut)
+        placed = _marked(piece_of(whole, cut), cut)
         setattr(placed, _WHOLE, whole)
         return placed
 
     return make
-
-
-def _cut(whole: Any, cut: Cut) -> Any:
-    """Build the ``ShardedTensor`` of one FSDP2 shard from ``whole``, which was built as if unsharded."""
-    axis = cut.dim + whole.prepend_axis_num
-    rows = whole.local_shape[cut.dim]
-
-    def along(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:axis], value, *values[axis + 1 :])
-
-    return replace(
-        whole,
-        global_shape=along(whole.global_shape, whole.global_shape[axis] * cut.pieces),
-        global_offset=along(whole.global_offset, whole.global_offset[axis] * cut.pieces + cut.index * rows),
-        axis_fragmentations=along(whole.axis_fragmentations, whole.axis_fragmentations[axis] * cut.pieces),
-        replica_id=(*whole.replica_id[:-1], cut.replica),
-    )
 
 
 def place_gated_shard(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +57,7 @@ def place_gated_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         build = factory.build_fn
 
         def build_shards(*args: Any) -> Any:
-            return [_cut(part, cut) for part in build(*args)]
+            return [piece_of(part, cut) for part in build(*args)]
 
         return _marked(replace(factory, build_fn=build_shards), cut)
 
