@@ -52,6 +52,7 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     logit_scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    first: int | None = None,
     gradient: GradientTime = "forward",
     accumulator: Accumulator | None = None,
     wants_top: bool = False,
@@ -70,7 +71,8 @@ def linear_cross_entropy(
         token_weights: ``[tokens]``, expected per-token loss gradient, up to a common factor: Megatron's loss
             mask. Ones by default. A wrong guess costs time, not accuracy.
         logit_scale: factor of the logits.
-        group: tensor parallel group of the ranks that hold the vocabulary in equal parts, in their order.
+        group: group of the ranks that hold the vocabulary in equal parts.
+        first: first entry of this rank's part; by default, parts are in the order of the ranks.
         gradient: pass that computes the weight gradient. ``"forward"`` keeps it in fp32 until backward;
             ``"backward"`` keeps no such tensor and computes the logits twice.
         accumulator: receiver of the weight gradient in place of autograd, or None.
@@ -103,12 +105,13 @@ def linear_cross_entropy(
     check_shape(OPERATOR, "token_weights", token_weights, (tokens,), f"[{tokens}]")
     if group is not None and dist.get_world_size(group) == 1:
         group = None
+    if first is None:
+        first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     shape = ShapeClass.of(hidden, ("hidden", width), ("vocabulary", weight.shape[0]))
     implementation: LinearCrossEntropy = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), hidden)
     count_call(OPERATOR, implementation)
-    call = LossCall(
-        hidden, weight, labels, token_weights.detach().to(dtype), float(logit_scale), group, rows, wants_top
-    )
+    weights, scale = token_weights.detach().to(dtype), float(logit_scale)
+    call = LossCall(hidden, weight, labels, weights, scale, group, first, rows, wants_top)
     if implementation.KIND == "autograd":
         losses = implementation.losses(call)
         return TokenLosses(losses.loss, losses.top, losses.top_index)

@@ -39,7 +39,8 @@ class LossCall(Call):
         labels: ``[tokens]`` int64, entries of the whole vocabulary.
         token_weights: ``[tokens]`` fp32 (fp64 for fp64), expected loss gradients up to a common factor.
         logit_scale: factor of the logits.
-        group: tensor parallel group of the ranks that hold the parts of the vocabulary, in their order.
+        group: group of the ranks that hold the parts of the vocabulary.
+        first: first vocabulary entry of this rank.
         rows: tokens per chunk; 0 leaves the choice to the backend.
         wants_top: whether the index of each token's largest logit is needed.
     """
@@ -50,6 +51,7 @@ class LossCall(Call):
     token_weights: Tensor
     logit_scale: float
     group: dist.ProcessGroup | None
+    first: int
     rows: int
     wants_top: bool
 
@@ -57,11 +59,6 @@ class LossCall(Call):
     def ranks(self) -> int:
         """Return the number of ranks that share the vocabulary."""
         return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @property
-    def first(self) -> int:
-        """Return the first vocabulary entry of this rank."""
-        return 0 if self.group is None else dist.get_rank(self.group) * self.weight.shape[0]
 
     def on_rank(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return labels as rows of this rank's weight (0 if on another rank), and whether they are on it."""
