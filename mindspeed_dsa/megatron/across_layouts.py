@@ -1,8 +1,9 @@
-"""Checkpoint loading between layouts with and without a separate optimizer for experts.
+"""Checkpoint loading between layouts with and without separate optimizers, for example for experts.
 
 With expert parallelism Megatron chains two optimizers: one for parameters shared by all data parallel ranks,
-one for the experts. Without expert parallelism there is one optimizer. Checkpoints of both layouts use the
-same tensor names. Step counts and param groups are saved per optimizer, and are converted here.
+one for the experts. Without expert parallelism there is one optimizer. A vocabulary that is divided among
+context parallel ranks has one more. Checkpoints of all layouts use the same tensor names. Step counts and
+param groups are saved per optimizer, and are converted here.
 
 Megatron-LM's training loop also saves random generator states per data parallel rank with expert parallelism.
 Imports neither torch nor Megatron.
@@ -42,6 +43,9 @@ ROWS = (
 )
 """Patches for every feature that allows a job to change its layout at a checkpoint."""
 
+_VOCABULARY = 100
+"""Key of the optimizer of a divided vocabulary in the state of a chain; the others have 0 and 1."""
+_KEY = "_mindspeed_dsa_key"
 _EXPERTS = "is_expert_parallel"
 _IDENTITY = ("wd_mult", "lr_mult", _EXPERTS, "is_decoupled_lr")  # before 0.14, which exports the list
 # Formats that store slices of gradient buffers. The slices depend on the layout.
@@ -50,6 +54,16 @@ _SLICES = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_spa
 _NOT_COMMON = ("state", "param_groups", "fp32_from_fp16_params")
 
 State = Mapping[str, Any]
+
+
+def mark_vocabulary(optimizer: Any) -> None:
+    """Declare an optimizer of a chain as the optimizer of a divided vocabulary."""
+    setattr(optimizer, _KEY, _VOCABULARY)
+
+
+def keys_of(parts: Sequence[Any]) -> list[int]:
+    """Return the keys of the parts of a chain in its state."""
+    return [getattr(part, _KEY, number) for number, part in enumerate(parts)]
 
 
 def load_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
@@ -80,20 +94,29 @@ def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -
     """
     if not isinstance(state, dict):
         return state
-    # A chain saves its parts under 0, 1, ...; a single optimizer saves its state under names. Both kinds of
+    # A chain saves its parts under numbers, and a single optimizer saves its state under names. Both kinds of
     # keys are present only if the checkpoint was saved by the other kind.
     numbered = {key: value for key, value in state.items() if isinstance(key, int)}
     named = {key: value for key, value in state.items() if key not in numbered}
-    if not (numbered and named):
-        return state
     optimizers = (megatron or Megatron())("core.optimizer.optimizer")
     keys = getattr(optimizers, "param_group_identifier_keys", _IDENTITY)
-    chain = [numbered[key] for key in sorted(numbered)]
+    # The others contain only tensors, which a part of this chain loads.
+    saved = {key: numbered[key] for key in sorted(numbered) if _has_groups(numbered[key], keys)}
+    wanted = keys_of(parts)
+    if not numbered or (not named and saved.keys() == set(wanted)):
+        return state
     if len(parts) == 1:
-        return _filled(parts[0], named, chain, keys)
+        return _filled(parts[0], named, list(saved.values()), keys)
+    chain = [named] if named else list(saved.values())
     return {
-        number: _filled(part, numbered.get(number, {}), [named], keys) for number, part in enumerate(parts)
+        key: saved[key] if key in saved else _filled(part, numbered.get(key, {}), chain, keys)
+        for key, part in zip(wanted, parts, strict=True)
     }
+
+
+def _has_groups(state: State, keys: Sequence[str]) -> bool:
+    """Return whether an optimizer's state contains saved param groups."""
+    return any(key in group for group in _inner(state).get("param_groups", ()) for key in keys)
 
 
 def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
@@ -195,6 +218,7 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
 
 
 _V_SHAPED = "V-shaped"
+_DIVIDED, _DIVIDES = "vocabulary over context", "cp_shard_vocabulary"
 
 
 def _layout(args: Any) -> dict[str, int]:
@@ -207,6 +231,7 @@ def _layout(args: Any) -> dict[str, int]:
         "expert tensor": getattr(args, "expert_tensor_parallel_size", None) or tensor,
         "world": getattr(args, "world_size", None) or 1,
         _V_SHAPED: int(is_v_shaped(args)),
+        _DIVIDED: getattr(args, "context_parallel_size", 1) if getattr(args, _DIVIDES, False) else 1,
     }
 
 
@@ -215,7 +240,7 @@ def _check_format(saved: State, args: Any) -> None:
     if args.finetune or args.no_load_optim:
         return
     there, here = _layout(saved["args"]), _layout(args)
-    differ = [name for name in ("expert", "expert tensor", _V_SHAPED) if there[name] != here[name]]
+    differ = [name for name in ("expert", "expert tensor", _V_SHAPED, _DIVIDED) if there[name] != here[name]]
     if not differ:
         return
     facts = saved["facts"]

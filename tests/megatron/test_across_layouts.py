@@ -61,6 +61,30 @@ def test_groups_of_other_multipliers_are_refused() -> None:
         across_layouts.fitted([optimizer(group(wd_mult=0.25))], {**saved, **read})
 
 
+def test_the_optimizer_of_a_vocabulary_is_not_that_of_experts() -> None:
+    """Covers a checkpoint with one of both, loaded by a layout with the other."""
+    dense, other = ({"param_groups": [group(lr=lr, step=7)], "state": {}} for lr in (1.0, 2.0))
+    read = {"state": {0: "a"}, "param_groups": [{"params": [0]}]}
+    experts, vocabulary = optimizer(group(True)), optimizer(group())
+    across_layouts.mark_vocabulary(vocabulary)
+    for part, key, saved_key in ((experts, 1, 100), (vocabulary, 100, 1)):
+        fitted = across_layouts.fitted([optimizer(group()), part], {0: dense, saved_key: other, key: read})
+        assert fitted[0] is dense
+        assert fitted.keys() == {0, key}
+        (kept,) = fitted[key]["param_groups"]
+        assert (kept["params"], kept["step"]) == ([0], 7)
+        assert kept["is_expert_parallel"] == (part is experts)
+        assert fitted[key]["state"] == {0: "a"}
+
+
+def test_a_chain_with_its_own_vocabulary_is_left_alone() -> None:
+    vocabulary = optimizer(group())
+    across_layouts.mark_vocabulary(vocabulary)
+    saved = {"param_groups": [group(lr=1.0)], "state": {}}
+    state = {0: saved, 100: saved}
+    assert across_layouts.fitted([optimizer(group()), vocabulary], state) is state
+
+
 class Generators:
     """Generator states as Megatron describes them: ``unique_key`` contains the layout's shape."""
 
@@ -112,6 +136,9 @@ def load(
 
 
 def test_slices_of_buffers_are_refused_in_another_layout_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    divided = {"context_parallel_size": 2, "cp_shard_vocabulary": True}
+    with pytest.raises(SettingsError, match=r"vocabulary over context parallel 1 there and 2 here"):
+        load(monkeypatch, arguments(), arguments(**divided), "dp_reshardable", set())
     message = (
         r"folder/iter_0000002 has .*expert parallel 1 there and 2 here, expert tensor parallel 2 there and 1 "
         r"here.* as dp_reshardable.*--dist-ckpt-optim-fully-reshardable.*, or add --no-load-optim"
