@@ -39,10 +39,13 @@ TOTALS = {
     # 300 more: weights of experts along chains of ranks, passed on by a thread or enqueued on a stream.
     # 600 more: recorded loads in plans, the deal of layers to stages, remedies of unequal loads in `experts`.
     # 600 more: one layer of experts simulated on a cluster's links, and plans of chains.
-    "lines": 99_250,
-    # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers.
-    "flags": 115,
-    "features": 70,  # dsa-selection-search, which ends the job that it is on in
+    # 450 more: a vocabulary divided among context parallel ranks.
+    "lines": 99_700,
+    # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
+    # --cp-shard-vocabulary, which saves memory of weights for more transfers.
+    "flags": 116,
+    # dsa-selection-search, which ends the job that it is on in; cp-shard-vocabulary.
+    "features": 71,
     "state": 34,
 }
 """Largest totals: lines without comments, our own flags, features, and module names that hold state.

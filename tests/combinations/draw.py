@@ -101,6 +101,7 @@ or a kind of model.
 
 MORE_FEATURES: dict[str, str] = {
     "--context-parallel-algo kvallgather_cp_algo": "CP",
+    "--cp-shard-vocabulary --fused-linear-cross-entropy": "CP",
     "--fused-linear-cross-entropy": "",
     "--gemm-weight-layout nk --moe-grouped-gemm": "experts",
     "--init-norm-weight-in-fp32": "bf16",

@@ -372,6 +372,17 @@ without_logits = partial(
 )
 TIED_MTP = f"{SHALLOW} {MTP} {TIED}"
 
+divided = partial(
+    row,
+    "cp-shard-vocabulary",
+    model=SHALLOW,
+    watched=(events.CHUNKS_OF_LOGITS,),
+    cp=2,
+    cp_shard_vocabulary=True,
+    fused_linear_cross_entropy=True,
+    **FUSED,
+)
+
 NORMS = {"init_norm_weight_in_fp32": True}
 BF16_ALONE = f"{SHALLOW} {BF16}"
 norms = partial(
@@ -409,6 +420,30 @@ FASTER_LAYERS = (
         model=f"{SHALLOW} {BF16}",
         both={},
         bounds=ROUNDED,
+    ),
+    divided("CP2", 2, quick=True),
+    divided("CP2, tied embeddings, MTP, per token", 2, model=f"{SHALLOW} {MTP_PER_TOKEN} {TIED}"),
+    divided("CP2 x TP2+SP", 4, TP2),
+    divided(
+        "CP2 x TP2, dense",
+        4,
+        "--tensor-model-parallel-size 2",
+        model=f"{DENSE} {NO_EXPERTS}",
+        both={},
+        use_fused_dsa=False,
+    ),
+    divided("CP2 x PP2", 4, PP2),
+    divided(
+        "CP2 x PP2, tied embeddings, distributed optimizer", 4, f"{PP2} {ZERO}", model=f"{SHALLOW} {TIED}"
+    ),
+    divided("CP2 x DP2, distributed optimizer, overlap", 4, f"{ZERO} {OVERLAP}"),
+    divided("CP2 x DP2, overlapped gradients", 4, "--overlap-grad-reduce --ddp-bucket-size 20000"),
+    divided("CP2 x EP2, distributed optimizer", 2, f"{EP2} {ZERO}"),
+    divided(
+        "CP2 x PP2 x VPP2, loss in backward", 4, INTERLEAVED, fused_linear_cross_entropy_gradient="backward"
+    ),
+    divided(
+        "bf16, CP2, distributed optimizer", 2, ZERO, model=f"{SHALLOW} {BF16}", both=FUSED, bounds=ROUNDED
     ),
     norms("TP2+SP", 2, TP2),
     norms("PP2", 2, PP2),

@@ -42,6 +42,10 @@ from tests.support import example_job
 from tests.support.pool import WorkerPool
 
 STEPS, SAVED = 4, 2
+CP2 = "--context-parallel-size 2"
+ON_CP2 = {**FUSED, "context_parallel_size": 2}
+DIVIDES = "cp_shard_vocabulary"
+DIVIDED = {DIVIDES: True, "fused_linear_cross_entropy": True}
 LAYOUTS = {
     each.name: each
     for each in (
@@ -63,10 +67,17 @@ LAYOUTS = {
             switches={**V, "use_torch_fsdp2": True},
         ),
         Layout("FSDP2, EP2", 2, f"{EP2} {FULLY_SHARDED}", switches={"use_torch_fsdp2": True}),
+        Layout("CP2", 2, CP2, switches=ON_CP2),
+        Layout("CP2, divided", 2, CP2, switches={**ON_CP2, **DIVIDED}),
+        Layout("CP2 x EP2, divided", 2, f"{CP2} {EP2}", switches={**ON_CP2, **DIVIDED}),
+        Layout("CP2 x TP2, divided", 4, f"{CP2} {TP2}", switches={**ON_CP2, **DIVIDED}),
+        Layout("CP2 x PP2, divided", 4, f"{CP2} {PP2}", switches={**ON_CP2, **DIVIDED}),
     )
 }
 SHARDED, PP2_EP2, GROUPED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
+ON_CONTEXT_RANKS = {name for name in LAYOUTS if "CP2" in name}
 ELSEWHERE = {PP2_EP2, GROUPED, "PP2 x VPP2", "DualPipeV", "DualPipeV x EP2", "DualPipeV x EP2, FSDP2"}
+ELSEWHERE |= ON_CONTEXT_RANKS
 """Layouts that have their own tests below."""
 PLAIN = ""
 LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
@@ -125,8 +136,8 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
         assert set(moments) == {name for name in saved if ".exp_avg" in name}
         assert [name for name in loaded if name in saved and not loaded[name].equal(saved[name])] == []
         assert saved_steps == loaded_steps == {SAVED}
-        # Megatron chains a second optimizer for expert parallel weights.
-        parts = 2 if any(rank.experts for rank in ranks) else 1
+        # Expert parallel weights and a divided vocabulary have optimizers of their own.
+        parts = 1 + any(rank.experts for rank in ranks) + LAYOUTS[second].switches.get(DIVIDES, False)
         for rank in ranks:
             assert rank.counts == {SAVED}
             assert rank.optimizers == parts
@@ -196,6 +207,30 @@ def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) ->
     # DualPipeV places the second half of the layers on the ranks in reverse order.
     go("DualPipeV", optimizer, other, optimizer, model)
     go(other, optimizer, "DualPipeV", optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "optimizer", "model"),
+    [
+        ("CP2, divided", "one process", PLAIN, ""),
+        *(
+            pytest.param(*each, optimizer, model, marks=pytest.mark.full)
+            for other, divided in (
+                ("one process", "CP2, divided"),
+                ("CP2", "CP2 x EP2, divided"),
+                ("EP2", "CP2, divided"),
+                ("TP2+SP", "CP2 x TP2, divided"),
+                ("PP2", "CP2 x PP2, divided"),
+                ("CP2, divided", "CP2 x EP2, divided"),
+            )
+            for each in ((other, divided), (divided, other))
+            for optimizer in (PLAIN, ZERO)
+            for model in ("", f"{BF16} {TIED}")
+        ),
+    ],
+)
+def test_a_divided_vocabulary_goes_along(go: Go, first: str, second: str, optimizer: str, model: str) -> None:
+    go(first, optimizer, second, optimizer, model)
 
 
 # -- weights that FSDP2 shards -----------------------------------------------------------------

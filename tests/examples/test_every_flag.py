@@ -51,6 +51,7 @@ USED = {
         2,
         f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
     ),
+    "context parallel, vocabulary": (2, f"{CP} --cp-shard-vocabulary --fused-linear-cross-entropy"),
     "coc": (2, f"--use-ascend-coc {TP} --coc-parallel-num 2 --no-coc-recompute-all-gather"),
     "coc, gathered again": (2, f"--use-ascend-coc {TP} --coc-recompute-all-gather {MEASURED}"),
     "experts overlap": (2, f"--moe-alltoall-overlap-comm {EP}"),

@@ -351,6 +351,22 @@ def test_dsa_on_context_parallel_ranks(
     note.trained(ranks)
 
 
+@pytest.mark.releases(">=0.16,<0.19")
+def test_a_vocabulary_divided_among_context_parallel_ranks(pool: Any, note: Note) -> None:
+    switches = {**CP2, "cp_shard_vocabulary": True, "fused_linear_cross_entropy": True}
+    if note.begins("CP2", "cp-shard-vocabulary", switches=switches):
+        return
+    (alone,) = run(pool, "one process")
+    ranks = run(pool, "CP2", switches=switches, overrides=GATHERED)
+    vocabulary = {
+        name: torch.cat([rank["gradients"][name] for rank in ranks])
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    }
+    for rank in ranks:
+        assert_same_gradients({**rank["gradients"], **vocabulary}, alone["gradients"])
+    note.trained(ranks)
+
+
 @pytest.mark.parametrize("field", ["dsa_indexer_rope_first", "dsa_indexer_normalised_query"])
 @pytest.mark.releases(">=0.12.1,<0.19")
 def test_deepseeks_layout(pool: Any, note: Note, field: str) -> None:

@@ -71,6 +71,7 @@ CASES: dict[int, dict[str, str]] = {
         "CoC": f"--use-ascend-coc --coc-parallel-num 2 {TP}",
         "MC2": f"--use-ascend-mc2 --hidden-size 256 {TP}",
         "padded sequences": f"{CP} --seq-length 30",
+        "divided vocabulary": f"--cp-shard-vocabulary --fused-linear-cross-entropy {CP}",
         "blocks of rows": f"--cp-block-rows 4 {CP}",
         "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
         "pairs": f"--moe-fb-overlap {EP} {WIDE}",

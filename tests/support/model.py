@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.model import deterministic_layers, global_names
+from mindspeed_dsa.megatron.vocabulary_shards import shard_of
 
 VOCABULARY = 64
 SEQUENCE = 20  # unique among the model's dimensions
@@ -175,7 +176,7 @@ def fill_by_name(model: torch.nn.Module) -> None:
 
 
 def shard(name: str, full: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-    """Return this tensor parallel rank's part of a full weight."""
+    """Return this rank's part of a full weight."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -184,7 +185,9 @@ def shard(name: str, full: Tensor, parameter: torch.nn.Parameter) -> Tensor:
         return full
     if "linear_fc1" in name:  # the gate's rows first, then the values'
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
-    return full.chunk(size, dim=parameter.partition_dim)[rank]
+    part = full.chunk(size, dim=parameter.partition_dim)[rank]
+    divided = shard_of(parameter)
+    return part if divided is None else part.chunk(divided.cut.pieces)[divided.cut.index]
 
 
 def _full_shape(parameter: torch.nn.Parameter) -> list[int]:
@@ -193,6 +196,8 @@ def _full_shape(parameter: torch.nn.Parameter) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    if (divided := shard_of(parameter)) is not None:
+        shape[0] *= divided.cut.pieces
     return shape
 
 

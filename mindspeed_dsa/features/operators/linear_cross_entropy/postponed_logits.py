@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.operators.linear_cross_entropy.feature import Options, forms_in_forward
-from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron import releases, vocabulary_shards
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.ops.linear_cross_entropy import TokenLosses, linear_cross_entropy
 from mindspeed_dsa.parallel.weight_gradients import placeholder
@@ -117,25 +117,34 @@ class _Head:
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=group)
         else:
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
+        mask = self.loss_mask
+        if mask is not None and mask.shape != labels.shape:
+            mask = None
+        # Labels and mask are [batch, sequence], the losses are computed in the order [sequence, batch].
+        labels, mask = labels.t(), None if mask is None else mask.t()
+        group, shard = group if _ranks(layer) > 1 else None, vocabulary_shards.shard_of(weight)
+        if shard is not None:
+            hidden = vocabulary_shards.gather_rows(hidden, shard.context_group)
+            labels = vocabulary_shards.gathered(labels, shard.context_group)
+            mask = None if mask is None else vocabulary_shards.gathered(mask, shard.context_group)
+            group = shard.group
         tokens, width = labels.numel(), hidden.shape[-1]
         in_forward = forms_in_forward(self.context.options.gradient, tokens, width, hidden.element_size())
-        mask = self.loss_mask
-        # The mask is [batch, sequence], the losses are computed in the order [sequence, batch].
-        if mask is not None and mask.shape == labels.shape:
-            mask = mask.t().reshape(-1)
-        else:
-            mask = None
-        return linear_cross_entropy(
+        losses = linear_cross_entropy(
             hidden.reshape(-1, width),
             weight,
-            labels.t().reshape(-1),
-            token_weights=mask,
+            labels.reshape(-1),
+            token_weights=None if mask is None else mask.reshape(-1),
             logit_scale=scale,
-            group=group if _ranks(layer) > 1 else None,
+            group=group,
+            first=None if shard is None else shard.first,
             gradient="forward" if in_forward else "backward",
             wants_top=bool(layer.config.mtp_num_layers),
             accumulator=_accumulator(layer, weight, megatron),
         )
+        if shard is None:
+            return losses
+        return TokenLosses(*(vocabulary_shards.own_rows(each, shard.context_group) for each in losses))
 
 
 @contextlib.contextmanager
@@ -190,7 +199,8 @@ class PostponedLogits:
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one axis."""
         layer, (rows, batch) = self._head.layer, self._hidden.shape[:2]
-        ranks = _ranks(layer) if layer.sequence_parallel else 1
+        shard = vocabulary_shards.shard_of(layer.weight if self._weight is None else self._weight)
+        ranks = _ranks(layer) // (1 if shard is None else shard.cut.pieces) if layer.sequence_parallel else 1
         sizes = torch.Size((rows * ranks, batch, layer.output_size_per_partition))
         return sizes if dim is None else sizes[dim]
 
