@@ -128,7 +128,7 @@ class Chains:
         self._flows, self._group, self._lane = flows, group, lane or Lane()
         self._messages = _messages(flows, group) if flows else []
         self._incoming: dict[tuple[int, int], Any] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: list[tuple[str, Any, Tensor]] = []
         self._job: _Job | None = None
         self._done: Any = None
 
@@ -162,8 +162,9 @@ class Chains:
         """Wait until this rank has received and sent everything. Later calls do nothing."""
         self.arrive()
         while self._sent:
-            work, _ = self._sent.pop()
-            work.wait()
+            what, work, _ = self._sent.pop()
+            with _lost(what):
+                work.wait()
         self._flows, self._messages, self._job = (), [], None
 
     # -- CPUs -------------------------------------------------------------------------------------
@@ -180,8 +181,9 @@ class Chains:
         for message in sends:
             if (message.flow, message.piece) in self._incoming:
                 self._finish(message.flow, message.piece)
+            flow = self._flows[message.flow]
             # gloo cancels a send whose handle is dropped.
-            self._sent.append((self._start(message), self._flows[message.flow].outgoing(message.piece)))
+            self._sent.append((flow.what, self._start(message), flow.outgoing(message.piece)))
 
     def _finish(self, number: int, piece: int) -> None:
         """Wait for a piece, and add it to this rank's own."""

@@ -93,6 +93,31 @@ def test_copies_and_sums(pool, ranks, enqueued):
                 assert found[rank]["links"][f"{batch}, {number}"] == expected
 
 
+@pytest.mark.parametrize("sender", [0, 1], ids=["owner", "in the middle"])
+def test_a_sender_names_the_chain_whose_receiver_is_lost(pool, sender):
+    """The rank before the lost one has received everything; only its send fails."""
+    found = pool.run(f"{__name__}:send_to_a_lost_rank", 3, sender=sender)[sender]
+    assert found.startswith("weights of expert 5: Connection closed; a rank of this chain has ended or hangs")
+
+
+def send_to_a_lost_rank(sender: int) -> str:
+    """Return the error of a rank whose sends fail as gloo's do when the receiver has ended."""
+    rank = dist.get_rank()
+    flow = Flow((0, 1, 2), "weights of expert 5", [4], 4)
+    setattr(flow, "received" if rank else "own", [torch.ones(4)])
+    lost = mock.Mock(**{"wait.side_effect": RuntimeError("Connection closed")})
+    with mock.patch.object(dist, "isend", return_value=lost) if rank == sender else ExitStack():
+        started = Chains([flow], dist.group.WORLD)
+        if rank <= sender:  # no rank waits for a message that nobody sends
+            started.launch()
+            started.arrive()
+        try:
+            started.settle()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
 def test_pieces():
     """One receiver gets one piece; longer chains get more, of a quarter MiB at least."""
     assert pieces_of(1, 1 << 30) == 1
