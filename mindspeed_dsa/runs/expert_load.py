@@ -101,9 +101,7 @@ def read(path: Path) -> list[Record]:
         records = metrics.read(file)
         if not records:
             raise ValueError("it is empty")
-        for each in records:
-            for layer in each["layers"]:
-                _check(layer)
+        _check_all(records)
     return records
 
 
@@ -125,9 +123,7 @@ def recent(path: Path, count: int) -> tuple[list[Record], int]:
         records, broken = metrics.latest(file, count)
         if broken and not records:
             raise ValueError(f"none of its {broken} lines is a record of a step")
-        for each in records:
-            for layer in each["layers"]:
-                _check(layer)
+        _check_all(records)
     return records, broken
 
 
@@ -140,6 +136,14 @@ def _explained(file: Path) -> Iterator[None]:
             f"{file} is not a report of --moe-router-load-report ({error}); name the folder that was given "
             f"to that flag, or the {FILE} in it"
         ) from error
+
+
+def _check_all(records: Sequence[Record]) -> None:
+    for each in records:
+        if not each["layers"]:
+            raise ValueError(f"step {each['step']} has no layers with experts")
+        for layer in each["layers"]:
+            _check(layer)
 
 
 def _check(layer: Mapping[str, Any]) -> None:

@@ -15,6 +15,8 @@ from mindspeed_dsa.runs.metrics import Record
 from mindspeed_dsa.tools.planner import devices
 from mindspeed_dsa.tools.planner.dealing import Dealing
 
+STEPS = 8
+"""Number of last steps in which experts are moved: a plan of hundreds of experts takes a while."""
 DEVICE = "h100"
 """Device whose rates decide how many experts are worth moving."""
 
@@ -49,7 +51,6 @@ def rows_of(records: Sequence[Record]) -> list[LayerRows]:
         order = expert_placement.balanced(totals, ranks)
         by_rank = [[load for replica in step["ranks"] for load in replica] for step in steps]
         placed = [max(expert_placement.rank_loads(step["experts"], order, ranks)) for step in steps]
-        microbatches = sum(step.get("microbatches", 0) for step in steps) * replicas
         today = sum(map(max, by_rank)) / len(steps)
         layers.append(
             LayerRows(
@@ -58,43 +59,54 @@ def rows_of(records: Sequence[Record]) -> list[LayerRows]:
                 sum(sum(loads) / len(loads) for loads in by_rank) / len(steps),
                 # Experts stay where they are if other places are no better.
                 min(today, sum(placed) / len(steps) / replicas),
-                today * _moved([load / microbatches for load in totals], ranks) if microbatches else None,
+                _moved(steps[-STEPS:], today),
             )
         )
     return layers
 
 
-def _moved(loads: Sequence[float], ranks: int) -> float:
-    """Return the time of a layer with moved experts over its time without, for the mean microbatch.
+def _moved(steps: Sequence[Record], today: float) -> float | None:
+    """Return the rows in whose time a layer with moved experts finishes, or None without microbatches.
+
+    Moving follows the loads of each microbatch, so each step has a plan of its own, for its mean microbatch.
 
     Args:
-        loads: rows of each expert.
-        ranks: expert parallel size; each rank has the same number of tokens for an expert.
+        steps: records of the layer in some steps; each rank has the same number of tokens for an expert.
+        today: rows without moving.
     """
+    if not all(step.get("microbatches") for step in steps):
+        return None
     # Imports torch.
     from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, choose
 
-    device = devices.device(DEVICE)
+    device, ranks = devices.device(DEVICE), len(steps[-1]["ranks"][0])
     link = device.link * device.linking if ranks <= device.node else device.network * device.networking
     # A row through a gated expert is 6 H F FLOP, its bf16 weights are 6 H F bytes: rate over rate, in rows.
     weights = device.tflops * device.matmul * 1e3 / link
-    counts = [[round(load / ranks) for load in loads] for _ in range(ranks)]
-    plan = choose(counts, Costs(row=1.0, token=0.0, weights=weights, gradients=2 * weights), len(loads))
-    return plan.after / plan.before if plan.before else 1.0
+    costs = Costs(row=1.0, token=0.0, weights=weights, gradients=2 * weights)
+    before = after = 0.0
+    for step in steps:
+        count = step["microbatches"] * len(step["ranks"])
+        plan = choose([[round(load / count / ranks) for load in step["experts"]]] * ranks, costs)
+        before += plan.before * count
+        after += plan.after * count
+    return today * after / before if before else today
 
 
 def lines(layers: Sequence[LayerRows]) -> list[tuple[str, ...]]:
     """Return the table of remedies: the slowest stage's rows, and the share of waits removed."""
     split = split_of(layers)
-    today, even = _slowest(layers, "today"), sum(layer.even for layer in layers) / split.ranks
-    with_layout = _dealt(split, [layer.today for layer in layers])
+    today = _slowest(layers, [layer.today for layer in layers])
+    even = sum(layer.even for layer in layers) / split.ranks
+    # Layers stay where they are if other stages are no better.
+    with_layout = min(today, _dealt(split, [layer.today for layer in layers]))
     moved = all(layer.moved is not None for layer in layers)
     best = [min(layer.placed, layer.placed if layer.moved is None else layer.moved) for layer in layers]
     remedies: list[tuple[str, float | None]] = [
-        ("placement", _slowest(layers, "placed")),
-        ("moving", _slowest(layers, "moved") if moved else None),
+        ("placement", _slowest(layers, [layer.placed for layer in layers])),
+        ("moving", _slowest(layers, [layer.moved or 0.0 for layer in layers]) if moved else None),
         ("layout", with_layout),
-        ("layout with the better of these", _dealt(split, best)),
+        ("layout with the better of these", min(_slowest(layers, best), _dealt(split, best))),
     ]
     rows: list[tuple[str, ...]] = [("", "rows of the slowest stage", "of the waits removed")]
     waits = (today - even) / today if today else 0.0
@@ -109,10 +121,10 @@ def lines(layers: Sequence[LayerRows]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _slowest(layers: Sequence[LayerRows], which: str) -> float:
+def _slowest(layers: Sequence[LayerRows], rows: Sequence[float]) -> float:
     sums: dict[int, float] = {}
-    for layer in layers:
-        sums[layer.stage] = sums.get(layer.stage, 0.0) + getattr(layer, which)
+    for layer, own in zip(layers, rows, strict=True):
+        sums[layer.stage] = sums.get(layer.stage, 0.0) + own
     return max(sums.values())
 
 

@@ -105,6 +105,8 @@ def run(argv: Sequence[str]) -> int:
     if options.search and options.expert_load:
         dealt = relayout.deal(job_with(), device, _release(), options.allocator)
         print(relayout.text(dealt, words))
+        if options.config:
+            print(_model(options.config, words, dealt.after.job))
         best = dealt.after
         record: dict[str, Any] = relayout.record(dealt, words)
     elif options.search:

@@ -2,7 +2,8 @@
 
 A stage is a chunk of a rank: in interleaved pipelines and in a V each rank has several. Its time is the sum
 of its layers' times. The embedding's time adds to the model's first stage, the time of output layer, loss and
-multi-token prediction to the last. Each stage has a layer at least.
+multi-token prediction to the last. Each stage has a layer at least, except that the last stage may have only
+the end of the model. In a V and with shared selections it has a layer, too.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ class Dealing:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Time of all layers below each layer; the ends are part of the first and the last layer."""
-        times = list(self.layers)
+        """Time before each layer, before the model's end, and after it; the first layer has the embedding."""
+        times = [*self.layers, self.last]
         times[0] += self.first
-        times[-1] += self.last
         return [0.0, *accumulate(times)]
 
     @cached_property
     def _places(self) -> list[int]:
-        """Layers, counted from 0, that a stage may begin with, and the number of layers."""
+        """Indices of :attr:`_sums` that a stage may begin with, and the last index."""
         count = len(self.layers)
-        return [layer for layer in range(count) if not self.begins or self.begins[layer]] + [count]
+        alone = [count] if self.last and not self.v_shaped and not self.begins else []
+        return (
+            [layer for layer in range(count) if not self.begins or self.begins[layer]] + alone + [count + 1]
+        )
 
     def stages(self, sizes: Sequence[int]) -> list[float]:
         """Return the time of each stage.
@@ -58,49 +61,61 @@ class Dealing:
         Args:
             sizes: number of layers of each stage, in the model's order.
         """
-        return self._times([0, *accumulate(sizes)])
+        *ends, _ = accumulate(sizes)
+        return self._times([0, *ends, len(self.layers) + 1])
 
     def ranks_of(self, sizes: Sequence[int]) -> list[float]:
         """Return the time of each rank: the sum of its stages."""
         ranks = [0.0] * self.ranks
         for stage, time in enumerate(self.stages(sizes)):
-            turn, rank = divmod(stage, self.ranks)
-            ranks[self.ranks - 1 - rank if self.v_shaped and turn % 2 else rank] += time
+            ranks[self.rank_of(stage)] += time
         return ranks
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of a stage."""
+        turn, rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - rank if self.v_shaped and turn % 2 else rank
 
     def _times(self, ends: Sequence[int]) -> list[float]:
         return [self._sums[end] - self._sums[begin] for begin, end in pairwise(ends)]
 
-    def best(self) -> tuple[int, ...] | None:
+    def _sizes(self, ends: Sequence[int]) -> tuple[int, ...]:
+        return tuple(min(end, len(self.layers)) - begin for begin, end in pairwise(ends))
+
+    def best(self, most: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Return the number of layers of each stage, in the model's order, with the least slowest stage.
 
         Of equal splits, the result is one with nearly equal ranks, and then with nearly equal stages.
-        ``None`` if a stage may begin with fewer layers than there are stages.
+        ``None`` if no split is possible.
+
+        Args:
+            most: largest number of layers of each stage; empty for all.
         """
-        count = self.ranks * self.chunks
+        count, whole = self.ranks * self.chunks, len(self.layers) + 1
+        most = most or [whole] * count
         # Time of the slowest stage by the end of the stages so far, and the beginning of the last of them.
         least = {0: 0.0}
         beginnings: list[dict[int, int]] = []
-        for _ in range(count):
+        for stage in range(count):
             reached: dict[int, tuple[float, int]] = {}
             for end in self._places:
                 splits = [
                     (max(slowest, self._sums[end] - self._sums[begin]), begin)
                     for begin, slowest in least.items()
-                    if begin < end
+                    if begin < end and min(end, whole - 1) - begin <= most[stage]
                 ]
                 if splits:
                     reached[end] = min(splits)
             least = {end: slowest for end, (slowest, _) in reached.items()}
             beginnings.append({end: begin for end, (_, begin) in reached.items()})
-        if len(self.layers) not in least:
+        if whole not in least:
             return None
-        ends = [len(self.layers)]
+        ends = [whole]
         for found_beginnings in reversed(beginnings):
             ends.append(found_beginnings[ends[-1]])
-        return self._evened(ends[::-1], least[len(self.layers)])
+        return self._evened(ends[::-1], least[whole], most)
 
-    def _evened(self, ends: list[int], slowest: float) -> tuple[int, ...]:
+    def _evened(self, ends: list[int], slowest: float, most: Sequence[int]) -> tuple[int, ...]:
         """Move ends of stages by one place as long as that evens ranks or stages, within ``slowest``."""
         best = self._unevenness(ends)
         moved = True
@@ -112,14 +127,15 @@ class Dealing:
                     if not ends[number - 1] < near < ends[number + 1]:
                         continue
                     other = [*ends[:number], near, *ends[number + 1 :]]
+                    if any(size > limit for size, limit in zip(self._sizes(other), most, strict=True)):
+                        continue
                     now = self._unevenness(other)
                     better = any(a < b * (1 - _PRECISION) for a, b in zip(now, best, strict=True))
                     if now < best and better and max(self._times(other)) <= slowest * (1 + _PRECISION):
                         ends, best, moved = other, now, True
                         break
-        return tuple(end - begin for begin, end in pairwise(ends))
+        return self._sizes(ends)
 
     def _unevenness(self, ends: Sequence[int]) -> tuple[float, float]:
         """Return the time of the slowest rank, and the sum of the squares of the stages' times."""
-        sizes = [end - begin for begin, end in pairwise(ends)]
-        return max(self.ranks_of(sizes)), sum(time**2 for time in self._times(ends))
+        return max(self.ranks_of(self._sizes(ends))), sum(time**2 for time in self._times(ends))

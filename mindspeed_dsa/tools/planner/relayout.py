@@ -61,13 +61,27 @@ def deal(job: Job, device: Device, release: str, allocator: float = ALLOCATOR) -
             "has one stage; set --pipeline-model-parallel-size, or omit --expert-load to search for layouts"
         )
     dealing = times(job, device, allocator)
-    best = dealing.best() or sizes_of(job, job.layout)
+    before = after = plan.make(job, device, allocator)
+
+    def full(layout: Layout) -> list[int]:
+        ranks = memory.of_job(replace(job, layout=layout), allocator)
+        return [rank for rank, each in enumerate(ranks) if each.total > plan.budget(device)]
+
+    own = sizes_of(job, job.layout)
+    best, most = dealing.best() or own, [job.model.layers] * len(own)
+    # Early stages keep activations of the most microbatches, and may not have room for more layers.
+    while before.fits and best != own and (too_large := full(_with_stages(job, best))):
+        for rank in too_large:
+            stages = [stage for stage in range(len(best)) if dealing.rank_of(stage) == rank]
+            largest = max(stages, key=lambda stage: best[stage])
+            most[largest] = best[largest] - 1
+        best = dealing.best(most) or own
     wanted: tuple[int, ...] = ()
     layout = _with_stages(job, best)
     if Version(release) < _LAYOUTS_SINCE:
-        layout = min(_expressible(job), key=lambda other: _distance(job, dealing, other, best))
+        nearest = sorted(_expressible(job), key=lambda other: _distance(job, dealing, other, best))
+        layout = next((other for other in nearest if not (before.fits and full(other))), job.layout)
         wanted = best if sizes_of(job, layout) != best else ()
-    before = after = plan.make(job, device, allocator)
     if sizes_of(job, layout) != sizes_of(job, job.layout):
         after = plan.make(replace(job, layout=layout), device, allocator)
     # Stages with equal times may be simulated to wait more.
@@ -162,7 +176,10 @@ def text(dealt: Dealt, words: Sequence[str]) -> str:
     job, device = dealt.before.job, dealt.before.device
     lines = [f"{job.layout} on {job.layout.devices} x {device.name}: {dealt.after.verdict}"]
     if dealt.after is dealt.before:
-        lines += [*aligned(rows[:2]), "no other split is faster: the job's flags stay as they are"]
+        lines += [
+            *aligned(rows[:2]),
+            "no dealt split fits and has a faster step: the job's flags stay as they are",
+        ]
     else:
         gain = dealt.before.time.total / dealt.after.time.total
         split = command_lines.of_split(dealt.after.job.layout, job)

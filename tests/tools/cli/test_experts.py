@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.runs import expert_load
+from mindspeed_dsa.runs import expert_load, metrics
+from mindspeed_dsa.runs.expert_load import LayerLoad
 from mindspeed_dsa.tools.cli import experts_levers
-from tests.tools.planner.recorded_loads import EVEN, ONE, hot, write
+from tests.tools.planner.recorded_loads import EVEN, ONE, by_rank, hot, write
 
 PAIR = [400, 400] + [0] * 6
 """Two hot experts that are neighbours: another place for one of them removes half of the imbalance."""
@@ -76,3 +78,35 @@ def test_records_without_microbatches_leave_moving_open(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "the records have no microbatches; record again" in said
     assert "50% of the rows are waits" in said
+
+
+def test_moving_follows_experts_that_are_hot_in_turn(tmp_path):
+    """Over all steps the loads are even, and in each of them one expert has all tokens."""
+    records = []
+    for step in range(1, 9):
+        experts = [0] * 8
+        experts[step % 8] = 8 * 10**8
+        loads = [LayerLoad(layer, (layer - 1) // 2, experts, [by_rank(experts)]) for layer in range(1, 5)]
+        records.append(expert_load.record(step, loads))
+    rows = {name: share for name, _, share in experts_levers.lines(experts_levers.rows_of(records))}
+    assert (rows["placement"], rows["moving"]) == ("0%", "100%")
+
+
+def test_no_remedy_has_more_rows_than_today():
+    """The best stages of two chunks can be worse than today's for their ranks."""
+    noise = random.Random(1)
+    for _ in range(40):
+        layers = [
+            experts_levers.LayerRows(stage, today, 1, today, noise.random() * today)
+            for stage in (0, 0, 0, 1, 0, 1, 1)
+            for today in [noise.choice([1.0, 4.0, 9 * noise.random()])]
+        ]
+        rows = {name: float(rows.replace(",", "")) for name, rows, _ in experts_levers.lines(layers)[1:]}
+        assert rows["layout"] <= rows["today"]
+        assert rows["layout with the better of these"] <= rows["moving"]
+
+
+def test_records_without_layers_are_refused(tmp_path, capsys):
+    metrics.append(tmp_path / expert_load.FILE, expert_load.record(1, []))
+    assert main(["experts", str(tmp_path)]) == 2
+    assert "step 1 has no layers with experts" in capsys.readouterr().err

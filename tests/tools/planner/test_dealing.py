@@ -20,17 +20,20 @@ SHAPES = [
 ]
 
 
-def best_of_all(dealing: Dealing) -> float | None:
+def best_of_all(dealing: Dealing, most: list[int]) -> float | None:
     """Return the slowest stage's time of the best of all splits, or ``None`` if there is none."""
     layers, stages = len(dealing.layers), dealing.ranks * dealing.chunks
+    alone = bool(dealing.last) and not dealing.v_shaped and not dealing.begins
     found = []
-    for ends in itertools.combinations(range(1, layers), stages - 1):
+    for ends in itertools.combinations(range(1, layers + alone), stages - 1):
         if dealing.begins and not all(dealing.begins[end] for end in ends):
             continue
-        times = [
-            sum(dealing.layers[begin:end]) + dealing.first * (begin == 0) + dealing.last * (end == layers)
-            for begin, end in zip((0, *ends), (*ends, layers), strict=True)
-        ]
+        sizes = [end - begin for begin, end in itertools.pairwise((0, *ends, layers))]
+        if any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            continue
+        times = [sum(dealing.layers[begin:end]) for begin, end in itertools.pairwise((0, *ends, layers))]
+        times[0] += dealing.first
+        times[-1] += dealing.last
         found.append(max(times))
     return min(found, default=None)
 
@@ -48,10 +51,12 @@ def test_no_split_has_a_faster_slowest_stage(shape, sharing):
         begins = [True, *(noise.random() < 0.7 for _ in layers[1:])] if sharing else []
         last = noise.choice([0.0, 3 * noise.random()])
         dealing = Dealing(layers, noise.random(), last, ranks, chunks, v_shaped, begins)
-        sizes, least = dealing.best(), best_of_all(dealing)
+        most = [noise.choice([2, 4, 11, 11]) for _ in range(ranks * chunks)]
+        sizes, least = dealing.best(most), best_of_all(dealing, most)
         assert (sizes is None) == (least is None)
         if sizes is not None:
-            assert (len(sizes), sum(sizes), min(sizes) > 0) == (ranks * chunks, len(layers), True)
+            assert (len(sizes), sum(sizes), min(sizes[:-1]) > 0) == (ranks * chunks, len(layers), True)
+            assert all(size <= limit for size, limit in zip(sizes, most, strict=True))
             assert max(dealing.stages(sizes)) == pytest.approx(least)
 
 
@@ -72,6 +77,15 @@ def test_embedding_and_end_are_counted():
     assert Dealing([1.0] * 6, 0.0, 0.0, 2).best() == (3, 3)
     assert Dealing([1.0] * 6, 0.0, 2.0, 2).best() == (4, 2)
     assert Dealing([1.0] * 6, 2.0, 0.0, 2).best() == (2, 4)
+
+
+def test_a_stage_may_have_only_the_end_of_the_model():
+    dealing = Dealing([1.0] * 6, 0.0, 5.0, 3)
+    assert dealing.stages((3, 3, 0)) == [3.0, 3.0, 5.0]
+    assert dealing.best() == (3, 3, 0)
+    in_v = Dealing([1.0] * 6, 0.0, 5.0, 2, 2, v_shaped=True).best()
+    assert in_v is not None
+    assert in_v[-1] == 1
 
 
 def test_ranks_have_stages_in_turn_or_in_a_v():

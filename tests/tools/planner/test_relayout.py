@@ -82,7 +82,9 @@ def test_a_split_that_is_best_stays(tmp_path, capsys):
         replace(job(even), model=replace(job(even).model, vocabulary=64)), device("cpu"), "0.16.1"
     )
     assert dealt.after is dealt.before
-    assert "no other split is faster: the job's flags stay as they are" in relayout.text(dealt, JOB.split())
+    assert "no dealt split fits and has a faster step: the job's flags stay" in relayout.text(
+        dealt, JOB.split()
+    )
 
 
 def test_releases_without_layouts_get_the_nearest_split(tmp_path):
@@ -116,6 +118,29 @@ def test_stages_begin_with_layers_that_select(tmp_path):
     assert not all(dealt.dealing.begins)
     sizes = relayout.sizes_of(own, dealt.after.job.layout)
     assert all(own.model.kinds[sum(sizes[:stage])].selects for stage in range(4))
+
+
+def test_the_new_split_fits_if_the_own_one_does(tmp_path):
+    """The first ranks keep the activations of the most microbatches, and may not take another layer."""
+    loads = {layer: EVEN if layer < 10 else ONE for layer in range(1, LAYERS + 1)}
+    own, cpu = job(write(tmp_path, loads), "--seq-length 2048"), device("cpu", reserve=0.0)
+    free = relayout.deal(own, cpu, "0.16.1")
+    small = replace(cpu, memory=free.before.worst.total / memory.GIB * 1.001)
+    assert free.after.worst.total > free.before.worst.total * 1.01
+    dealt = relayout.deal(own, small, "0.16.1")
+    assert dealt.before.fits
+    assert dealt.after.fits
+    assert dealt.after.time.total < dealt.before.time.total
+    assert relayout.deal(own, small, "0.13.1").after.fits
+
+
+def test_flags_of_a_configs_model_are_printed(tmp_path, capsys):
+    loads = dict.fromkeys(range(4, 62), [100] * 255 + [9000])
+    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 8 --seq-length 4096"
+    batch = "--micro-batch-size 1 --global-batch-size 64 --decoder-last-pipeline-num-layers 30"
+    options = ["--config", "deepseek-v3.2", "--search", "--expert-load", str(write(tmp_path, loads))]
+    main(["plan", *options, "--", *flags.split(), *batch.split(), "--mtp-num-layers", "0"])
+    assert "in training add the flags of deepseek-v3.2" in capsys.readouterr().out
 
 
 def test_one_stage_has_nothing_to_deal(tmp_path):
