@@ -60,16 +60,16 @@ class Flow:
 
     Attributes:
         ranks: ranks of the group in the order of the chain, at least two.
-        what: content, for the names of messages and for errors.
+        content: name of the tensors, for messages and errors.
         sizes: number of elements of each tensor.
         itemsize: bytes per element.
-        own: this rank's tensors, contiguous. The first rank sends them. Other ranks add to them what they
-            receive, and send the sum. Empty: the rank sends what it receives.
-        received: contiguous buffers for what this rank receives; empty on the first rank.
+        own: this rank's tensors, contiguous. The first rank sends them. Other ranks add received
+            tensors to them, and send the sum. Empty: the rank sends the received tensors.
+        received: contiguous receive buffers; empty on the first rank.
     """
 
     ranks: tuple[int, ...]
-    what: str
+    content: str
     sizes: Sequence[int]
     itemsize: int
     own: Sequence[Tensor] = ()
@@ -101,7 +101,7 @@ class Flow:
 
     @property
     def adds(self) -> bool:
-        """Whether this rank adds what it receives to its own tensors."""
+        """Whether this rank adds received tensors to its own."""
         return bool(self.own and self.received)
 
 
@@ -171,7 +171,7 @@ class Chains:
 
     def _start(self, message: _Message) -> Any:
         flow = self._flows[message.flow]
-        with named(flow.what), _lost(flow.what):
+        with named(flow.content), _lost(flow.content):
             if message.sends:
                 return dist.isend(flow.outgoing(message.piece), message.peer, self._group, _TAG)
             return dist.irecv(flow.incoming(message.piece), message.peer, self._group, _TAG)
@@ -183,12 +183,12 @@ class Chains:
                 self._finish(message.flow, message.piece)
             flow = self._flows[message.flow]
             # gloo cancels a send whose handle is dropped.
-            self._sent.append((flow.what, self._start(message), flow.outgoing(message.piece)))
+            self._sent.append((flow.content, self._start(message), flow.outgoing(message.piece)))
 
     def _finish(self, number: int, piece: int) -> None:
         """Wait for a piece, and add it to this rank's own."""
         flow = self._flows[number]
-        with _lost(flow.what):
+        with _lost(flow.content):
             self._incoming.pop((number, piece)).wait()
         if flow.adds:
             total = flow.outgoing(piece).numpy()
@@ -217,7 +217,7 @@ class Chains:
             else dist.P2POp(dist.irecv, flow.incoming(message.piece), message.peer, self._group)
             for flow, message in zip(flows, messages, strict=True)
         ]
-        with named(", ".join(dict.fromkeys(flow.what for flow in flows))):
+        with named(", ".join(dict.fromkeys(flow.content for flow in flows))):
             works = dist.batch_isend_irecv(operations)
         for work in works:
             work.wait()  # of the stream, not of the host
@@ -245,13 +245,13 @@ def _messages(flows: Sequence[Flow], group: ProcessGroup) -> list[_Message]:
 
 
 @contextlib.contextmanager
-def _lost(what: str) -> Iterator[None]:
+def _lost(content: str) -> Iterator[None]:
     """Context that names the chain in errors of its messages."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{what}: {error}; a rank of this chain has ended or hangs: look at the ends of their logs, or "
+            f"{content}: {error}; a rank of this chain has ended or hangs: see the ends of their logs, or "
             "run again with --record-collectives"
         ) from error
 

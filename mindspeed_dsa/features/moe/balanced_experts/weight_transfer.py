@@ -108,7 +108,9 @@ class WeightTransfer:
         if self._queued:
             # Backward gives these weights no gradients. Others, such as biases, still get theirs there.
             others = [
-                each for each in self._parameters if each.requires_grad and id(each) not in self._queued
+                weight
+                for weight in self._parameters
+                if weight.requires_grad and id(weight) not in self._queued
             ]
             token = _Announce.apply(self, self._anchor(), *others) if others else self._anchor()
         rows, *weights = _Wait.apply(self, rows, token, len(self.received) * len(self._shapes))
@@ -153,11 +155,11 @@ class WeightTransfer:
         wide = torch.promote_types(self._like.dtype, torch.float32)
         flows = []
         for expert in self.experts:
-            own = [next(rest) for _ in self._shapes] if self.rank in expert.chain else []
+            computed = [next(rest) for _ in self._shapes] if self.rank in expert.chain else []
             if not expert.learns:
                 continue
             flow = self._flow("gradients", expert, (*expert.chain[::-1], expert.owner), wide)
-            flow.own = [gradient.to(wide).contiguous() for gradient in own]
+            flow.own = [gradient.to(wide).contiguous() for gradient in computed]
             if self.rank == expert.owner:
                 flow.received = self._new_buffers(wide)
                 self._returned += zip(expert.weights, flow.received, strict=True)
@@ -188,7 +190,7 @@ class WeightTransfer:
             next(iter(self._queued.values())).defer(self.collect)
 
     def collect(self) -> None:
-        """Wait for the gradients of this rank's weights, and until those of others are passed on."""
+        """Wait until this rank has its weights' gradients and has passed the others on."""
         self.settle()
         if self._gradients is not None:
             self._gradients.settle()
@@ -203,10 +205,10 @@ class WeightTransfer:
             Gradient with the parameter's shape and dtype. ``None``: there is none, or ``main_grad`` has it.
         """
         self.collect()
-        returned = [each for each in self._returned if each[0].parameter is parameter]
+        returned = [pair for pair in self._returned if pair[0].parameter is parameter]
         if not returned:
             return None
-        self._returned = [each for each in self._returned if each[0].parameter is not parameter]
+        self._returned = [pair for pair in self._returned if pair[0].parameter is not parameter]
         main_grad: Tensor | None = getattr(parameter, "main_grad", None)
         total = torch.zeros_like(parameter) if main_grad is None else main_grad
         for weight, gradient in returned:
