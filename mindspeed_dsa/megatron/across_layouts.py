@@ -119,21 +119,21 @@ def _has_groups(state: State, keys: Sequence[str]) -> bool:
     return any(key in group for group in _inner(state).get("param_groups", ()) for key in keys)
 
 
-def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
+def _filled(part: Any, loaded: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
     """Build the state of one optimizer from loaded tensors and the saved step counts and param groups.
 
     Args:
         part: optimizer.
-        own: state loaded for this optimizer: its tensors, and the parameters of its groups.
+        loaded: state loaded for this optimizer: its tensors, and the parameters of its groups.
         saved: state that all ranks share (step count, param groups), of each saved optimizer.
         keys: keys that identify a param group.
     """
     common = {name: value for name, value in saved[0].items() if name not in _NOT_COMMON}
-    state = {**common, **own}
+    state = {**common, **loaded}
     inner = [_inner(optimizer_state) for optimizer_state in saved]
     groups = [group for optimizer_state in inner for group in optimizer_state["param_groups"]]
     wanted = part.optimizer.param_groups
-    read = _inner(own).get("param_groups") or [{} for _ in wanted]
+    read = _inner(loaded).get("param_groups") or [{} for _ in wanted]
     steps = next((group["step"] for group in groups if group.get("step") is not None), None)
     filled: dict[str, Any] = {"param_groups": []}
     for here, parameters in zip(wanted, read, strict=True):
@@ -145,7 +145,7 @@ def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) 
             group["step"] = steps
         filled["param_groups"].append(group)
     if not is_sharded(part):  # the distributed optimizer stores per-parameter state separately
-        filled["state"] = dict(_inner(own).get("state", {}))
+        filled["state"] = dict(_inner(loaded).get("state", {}))
         states = [optimizer_state.get("state", {}) for optimizer_state in inner]
         count = next((entry["common_step"] for entry in states if "common_step" in entry), None)
         if count is not None:

@@ -71,13 +71,13 @@ def _platform_problems(backend: str) -> list[str]:
     return [f"{problem}; use --dsa-backend auto{interpreter}"]
 
 
-def _fuse_problems(chosen: Options, args: Any) -> list[str]:
-    if chosen.attends_densely:
+def _fuse_problems(options: Options, args: Any) -> list[str]:
+    if options.attends_densely:
         problem = "--dsa-fuse-kl-in-backward forms the loss in the backward of sparse attention"
-        return [f"{problem}, which --dsa-stage {chosen.stage} lacks; omit it"]
+        return [f"{problem}, which --dsa-stage {options.stage} lacks; omit it"]
     problems = []
-    chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
-    missing = [name for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
+    parts_on = (options.absorb, options.indexer, options.attention, options.kl_loss)
+    missing = [name for name, on in zip(PARTS, parts_on, strict=True) if not on]
     if missing:
         ways = [] if getattr(args, "use_fused_dsa", False) else ["add --use-fused-dsa"]
         refused = [_flag("no_" + name) for name in missing if getattr(args, name, None) is False]
@@ -94,9 +94,9 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
     return problems
 
 
-def _loss_layers_problems(chosen: Options, args: Any) -> list[str]:
+def _loss_layers_problems(options: Options, args: Any) -> list[str]:
     """Report losses of layers that share in a job that has no such layers, or no such losses."""
-    wanted, problems = f"--dsa-indexer-loss-layers {chosen.loss_layers}", []
+    wanted, problems = f"--dsa-indexer-loss-layers {options.loss_layers}", []
     sharing, layers = Sharing.of(args), getattr(args, "num_layers", None)
     mtp_layers = getattr(args, "mtp_num_layers", None) or 0
     if layers is not None and sharing.computing(layers, mtp_layers) == layers + mtp_layers:
@@ -104,11 +104,11 @@ def _loss_layers_problems(chosen: Options, args: Any) -> list[str]:
             f"{wanted} is for layers that share a selection, and every layer of this model selects keys "
             "itself; add --dsa-indexer-topk-freq or --dsa-indexer-topk-pattern, or omit it"
         )
-    if chosen.stage not in ("sparse", "warmup"):
-        problems.append(f"{wanted}: --dsa-stage {chosen.stage} trains no indexer; omit one of them")
+    if options.stage not in ("sparse", "warmup"):
+        problems.append(f"{wanted}: --dsa-stage {options.stage} trains no indexer; omit one of them")
     elif not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
         problems.append(f"{wanted}: no layer has an indexer loss; set --dsa-indexer-loss-coeff above 0")
-    if not chosen.all_ours:
+    if not options.all_ours:
         problems.append(
             f"{wanted} needs our indexer, attention and indexer loss; add --use-fused-dsa, without "
             "--no-use-fused-..., or omit it"
@@ -116,15 +116,15 @@ def _loss_layers_problems(chosen: Options, args: Any) -> list[str]:
     return problems
 
 
-def _precision_problems(chosen: Options) -> list[str]:
+def _precision_problems(options: Options) -> list[str]:
     """Report FP8 selection if no operator on this platform supports it."""
-    wanted, problems = f"--dsa-indexer-precision {chosen.precision}", []
-    if not chosen.indexer:
+    wanted, problems = f"--dsa-indexer-precision {options.precision}", []
+    if not options.indexer:
         problems.append(
             f"{wanted} is for our operator, and Megatron's own indexer selects the keys; add --use-fused-dsa "
             "or --use-fused-lightning-indexer, or omit it"
         )
-    if "npu" in (platforms.current().name, chosen.backend):
+    if "npu" in (platforms.current().name, options.backend):
         from mindspeed_dsa.ops.quantised_indexer.backends import ON_NPUS
 
         problems.append(f"{wanted} does not run on NPUs: {ON_NPUS}; omit it")

@@ -125,27 +125,27 @@ class WaitingGradients:
 
     # -- reduction over data parallel ranks --------------------------------------------------------
 
-    def _no_sync(self, given: Any) -> Any:
+    def _no_sync(self, sync: Any) -> Any:
         """Wrap ``no_sync_func`` (one for all chunks, or a list) by :class:`_NoSync`."""
-        if given is None:
+        if sync is None:
             return None
-        if not isinstance(given, list):
-            shared = _NoSync(given)
+        if not isinstance(sync, list):
+            shared = _NoSync(sync)
             for reduction in self._reductions:
                 reduction.no_sync = shared
             return shared
-        for reduction, function in zip(self._reductions, given, strict=True):
+        for reduction, function in zip(self._reductions, sync, strict=True):
             reduction.no_sync = _NoSync(function)
         return [reduction.no_sync for reduction in self._reductions]
 
-    def _reduce_later(self, given: Any) -> Any:
+    def _reduce_later(self, sync: Any) -> Any:
         """Wrap ``grad_sync_func`` (one for all chunks, or a list) to wait for the chunk's last gradient."""
-        if given is None:
+        if sync is None:
             return None
-        functions = given if isinstance(given, list) else [given for _ in self._reductions]
+        functions = sync if isinstance(sync, list) else [sync for _ in self._reductions]
         wrapped = [self._later(*each) for each in enumerate(functions)]
         # Megatron wants a list if there are several chunks.
-        return wrapped if isinstance(given, list) or len(wrapped) > 1 else wrapped[0]
+        return wrapped if isinstance(sync, list) or len(wrapped) > 1 else wrapped[0]
 
     def _later(self, chunk: int, function: Callable[..., Any]) -> Callable[..., None]:
         reduction = self._reductions[chunk]
@@ -158,14 +158,14 @@ class WaitingGradients:
 
         return grad_sync
 
-    def _run_before(self, given: Any) -> Any:
+    def _run_before(self, finalize: Any) -> Any:
         """Wrap the configuration's ``finalize_model_grads_func``: compute deferred gradients first."""
-        if given is None:
+        if finalize is None:
             return None
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
             self.run_all()
-            return given(*args, **kwargs)
+            return finalize(*args, **kwargs)
 
         return finalize_model_grads
 

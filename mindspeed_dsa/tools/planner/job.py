@@ -406,10 +406,10 @@ class Job:
         # Without expert parallelism each rank has all experts.
         if self.layout.ep == 1:
             return kinds
-        given = self.imbalances[before:] or (self.imbalance,) * len(kinds)
+        skews = self.imbalances[before:] or (self.imbalance,) * len(kinds)
         return tuple(
             kind._replace(skew=skew) if kind.experts else kind
-            for kind, skew in zip(kinds, given, strict=False)
+            for kind, skew in zip(kinds, skews, strict=False)
         )
 
     @property

@@ -37,12 +37,12 @@ def imbalances(path: Path, model: Model, layout: Layout) -> tuple[float, ...]:
         raise _refused(path, f"it has layers of {found} experts, the job's have {model.experts or 'none'}")
     kinds = [*model.kinds, *model.mtp_kinds]
     wanted = [number for number, kind in enumerate(kinds, start=1) if kind.experts]
-    for each in records:
-        layers = sorted(layer["layer"] for layer in each["layers"])
+    for record in records:
+        layers = sorted(layer["layer"] for layer in record["layers"])
         if layers != wanted:
             raise _refused(
                 path,
-                f"step {each['step']} has experts in layers {runs(layers)}, and the job has them in layers "
+                f"step {record['step']} has experts in layers {runs(layers)}, and the job has them in layers "
                 f"{runs(wanted)} of {model.layers}{f' and {model.mtp} to predict' if model.mtp else ''}",
             )
     if model.experts % layout.ep:

@@ -143,13 +143,13 @@ def _named(ranks: Sequence[int]) -> str:
 
 def runs(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, such as ``1-6, 8``."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
         else:
-            found.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+            groups.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
 
 
 def _of_ranks(plan: Plan) -> str:
