@@ -60,6 +60,11 @@ class Layer:
             )
         if not 1 <= self.topk <= self.experts:
             raise SettingsError(f"schedule: a token cannot choose {self.topk} of {self.experts} experts")
+        if (least := min(self.hidden, self.width, self.tokens)) < 1:
+            raise SettingsError(
+                f"schedule: a layer with {least} for --hidden-size, --moe-ffn-hidden-size or --tokens has no "
+                "work; give at least 1"
+            )
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -218,8 +223,15 @@ def compare(layer: Layer, counts: Counts, matmul: float, links: Links, limit: in
         counts: rows of each rank for each expert, ``[ranks, experts]``.
         matmul: FLOP/s of an expert's matmuls.
         links: links of the ranks.
-        limit: most experts to move; ``None`` for as many as pay.
+        limit: most experts to move, at least 1; ``None`` for as many as pay.
+
+    Raises:
+        SettingsError: the limit is below 1.
     """
+    if limit is not None and limit < 1:
+        raise SettingsError(
+            f"schedule: --balanced-moe-hot-expert-num {limit}: give at least 1, or omit it for as many as pay"
+        )
     costs = links.rates(matmul, layer.ranks).costs(layer.shapes, layer.hidden, torch.bfloat16)
     plan = choose(counts, costs, limit)
     nothing = choose(counts, costs, 0)

@@ -143,5 +143,10 @@ def test_impossible_layers_are_refused():
         Layer(24)
     with pytest.raises(SettingsError, match="a token cannot choose 300 of 256 experts"):
         Layer(16, topk=300)
+    for empty in ("hidden", "width", "tokens"):
+        with pytest.raises(SettingsError, match="a layer with 0"):
+            Layer(16, **{empty: 0})
+    with pytest.raises(SettingsError, match="expert-num 0: give at least 1"):
+        schedule.run(["--expert-model-parallel-size", "16", "--balanced-moe-hot-expert-num", "0"])
     with pytest.raises(SettingsError, match="--imbalance 900"):
         imbalanced(SMALL, 900.0)

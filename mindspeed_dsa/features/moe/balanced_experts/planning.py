@@ -63,8 +63,9 @@ class Costs:
         call: fixed forward time of running one more expert, in addition to its rows.
         pieces: pieces in which weights or gradients pass along a chain. A rank gets them one piece's time
             after the rank before it.
-        nodes: number of nodes of the group. Experts take turns by pieces. On one node they share each link,
-            so that pieces wait for each other; chains of several nodes cross the network at different ranks.
+        nodes: number of nodes of the group. Experts take turns by pieces. On one node all links are equally
+            slow, so that pieces wait for those of other experts at each rank; with several nodes they wait
+            at the few links between nodes.
     """
 
     row: float
