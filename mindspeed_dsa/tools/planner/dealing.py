@@ -2,8 +2,8 @@
 
 A stage is a chunk of a rank: in interleaved pipelines and in a V each rank has several. Its time is the sum
 of its layers' times. The embedding's time adds to the model's first stage, the time of output layer, loss and
-multi-token prediction to the last. Each stage has a layer at least, except that the last stage may have only
-the end of the model. In a V and with shared selections it has a layer, too.
+multi-token prediction to the last. Each stage has a layer at least, unless the last one may
+have only the end of the model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Dealing:
         chunks: number of stages per rank.
         v_shaped: whether second chunks are on the ranks in reverse order.
         begins: whether a stage may begin with a layer, for each layer; empty for all.
+        lone_end: whether the last stage may have no layer.
     """
 
     layers: Sequence[float]
@@ -38,6 +39,7 @@ class Dealing:
     chunks: int = 1
     v_shaped: bool = False
     begins: Sequence[bool] = ()
+    lone_end: bool = False
 
     @cached_property
     def _sums(self) -> list[float]:
@@ -50,10 +52,8 @@ class Dealing:
     def _places(self) -> list[int]:
         """Indices of :attr:`_sums` that a stage may begin with, and the last index."""
         count = len(self.layers)
-        alone = [count] if self.last and not self.v_shaped and not self.begins else []
-        return (
-            [layer for layer in range(count) if not self.begins or self.begins[layer]] + alone + [count + 1]
-        )
+        places = [layer for layer in range(count) if not self.begins or self.begins[layer]]
+        return [*places, *[count] * self.lone_end, count + 1]
 
     def stages(self, sizes: Sequence[int]) -> list[float]:
         """Return the time of each stage.

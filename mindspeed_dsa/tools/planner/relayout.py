@@ -103,7 +103,9 @@ def times(job: Job, device: Device, allocator: float = ALLOCATOR) -> Dealing:
     estimate = Estimate(alone, device, memory.of_job(alone, allocator), communication.of_job(alone))
     first, *layers, last = (stage.forward + stage.backward for (stage,) in estimate.stages())
     begins = [kind.selects for kind in model.kinds] if model.sparse and model.sharing.is_on else []
-    return Dealing(layers, first, last, layout.pp, layout.vpp, layout.v_shaped, begins)
+    # Prediction layers are built like a decoder layer of their stage, and need one.
+    lone = not (model.mtp or layout.v_shaped or begins)
+    return Dealing(layers, first, last, layout.pp, layout.vpp, layout.v_shaped, begins, lone)
 
 
 def sizes_of(job: Job, layout: Layout) -> tuple[int, ...]:

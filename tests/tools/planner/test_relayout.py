@@ -134,6 +134,15 @@ def test_the_new_split_fits_if_the_own_one_does(tmp_path):
     assert relayout.deal(own, small, "0.13.1").after.fits
 
 
+def test_layers_of_multi_token_prediction_are_not_alone(tmp_path):
+    """Megatron builds them like the last decoder layer of their stage."""
+    more = "--vocab-size 400000"
+    dense = relayout.times(job(hot(tmp_path / "dense"), more), device("cpu"))
+    predicting = job(hot(tmp_path / "more", LAYERS + 1), f"{more} --mtp-num-layers 1")
+    assert (dense.best() or ())[-1:] == (0,)
+    assert (relayout.times(predicting, device("cpu")).best() or ())[-1:] == (1,)
+
+
 def test_flags_of_a_configs_model_are_printed(tmp_path, capsys):
     loads = dict.fromkeys(range(4, 62), [100] * 255 + [9000])
     flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 8 --seq-length 4096"
