@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.chains import Lane
@@ -46,8 +47,8 @@ Call = Callable[..., Any]
 class _Layer:
     """Experts and process group of one MoE layer; holds no tensors except the layer's weights."""
 
-    def __init__(self, experts: SingleExperts, dispatcher: Any) -> None:
-        self.experts = experts
+    def __init__(self, module: Any, dispatcher: Any) -> None:
+        self.experts, self._module = single_experts(module), module
         self.count: int = dispatcher.num_local_experts
         self.group = dispatcher.ep_group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -55,13 +56,23 @@ class _Layer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that may be sent, without duplicates. Call where sharded weights are gathered."""
+        """All parameters that may be sent, without duplicates.
+
+        Raises:
+            RuntimeError: FSDP2 frees them before the layer is done.
+        """
         # FSDP2 has other parameters between forwards, and may make new ones.
         if not self._parameters or self.experts.expert_weights(0)[0].parameter is not self._parameters[0]:
             weights = (
                 weight for expert in range(self.count) for weight in self.experts.expert_weights(expert)
             )
             self._parameters = list({id(weight.parameter): weight.parameter for weight in weights}.values())
+            if any(isinstance(module, FSDPModule) for module in self._module.modules()):
+                raise RuntimeError(
+                    "balanced-moe-experts: FSDP2 gathers the weights of experts only for their own products, "
+                    "because they are units of their own; remove their class from sub_modules_to_wrap in "
+                    "--fsdp2-config-path, or omit --balanced-moe-experts"
+                )
         return self._parameters
 
     @cached_property
@@ -150,7 +161,7 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
         require(context, check_balanced, config)
         original(self, config, *args, **kwargs)
         dispatcher = self.token_dispatcher
-        setattr(dispatcher, _LAYER, _Layer(single_experts(self.experts), dispatcher))
+        setattr(dispatcher, _LAYER, _Layer(self.experts, dispatcher))
 
     return __init__
 
@@ -166,6 +177,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         if layer is None:
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
         hidden = hidden_states.size(-1)
+        parameters = layer.parameters
         # Overlapped parameter gathering may not have delivered the weights yet.
         layer.experts.wait_for_weights()
         rates = rates_of(layer.experts, hidden, layer.group, context)
@@ -184,7 +196,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
             )
         moved = _moved(layer, plan, counts, learning, nodes_of(layer.group, context))
         lane = lanes.setdefault(layer.group, Lane())
-        transfer = WeightTransfer(moved, layer.parameters, layer.shapes, layer.group, lane)
+        transfer = WeightTransfer(moved, parameters, layer.shapes, layer.group, lane)
         forward, cold_map = _split(transfer, counts, hidden_states, routing_map, probs)
         if not in_pieces(self):
             # Created first, so it runs last in backward: the gradients have the most time to arrive.

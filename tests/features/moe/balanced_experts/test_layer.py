@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS, NEVER
+from tests.support import model, optimizer_job
 from tests.support.moe import assert_same
+from tests.support.pool import CaseError
 
 CASES = "tests.features.moe.balanced_experts.popular_experts"
 EP2 = {"ep": 2}
@@ -143,3 +146,33 @@ def test_rates_are_measured_once_and_agree(pool):
 def test_an_expert_that_is_frozen_in_part_is_refused(pool):
     errors = pool.run("tests.support.model:error_of", 2, case=f"{CASES}:partly_frozen")
     assert all("some weights of local expert 0 are frozen and some are not" in error for error in errors)
+
+
+def test_experts_that_are_units_of_fsdp2_are_refused(pool, tmp_path):
+    """FSDP2 frees the weights of such a unit while they are sent. It keeps those of layers."""
+    (file := tmp_path / "fsdp2.yaml").write_text("reshard_after_forward: true")
+    assert any(pool.run(f"{__name__}:sharded", 4, file=str(file))[0])
+    file.write_text("sub_modules_to_wrap: [megatron.core.transformer.moe.experts.SequentialMLP]")
+    with pytest.raises(CaseError, match="they are units of their own; remove their class from sub_modules"):
+        pool.run(f"{__name__}:sharded", 4, file=str(file))
+
+
+def sharded(file: str) -> list[Any]:
+    """Take two steps of a job with sharded experts, and return the plans."""
+    from mindspeed_dsa.features.moe.balanced_experts import layer
+
+    switches = {"use_torch_fsdp2": True, "fsdp2_shard_experts": True, "fsdp2_config_path": file}
+    model.start({**ALWAYS, **switches}, ep=2)
+    plans: list[Any] = []
+    choose = layer.choose
+
+    def chosen(*arguments: Any) -> Any:
+        plan = choose(*arguments)
+        plans.append(plan.experts)
+        return plan
+
+    with mock.patch.object(layer, "choose", chosen):
+        job = optimizer_job.assemble(precision="fp32", fsdp2=True, ep=2)
+        for number in range(2):
+            optimizer_job.step(job, number)
+    return plans
