@@ -139,10 +139,10 @@ def _explained(file: Path) -> Iterator[None]:
 
 
 def _check_all(records: Sequence[Record]) -> None:
-    for each in records:
-        if not each["layers"]:
-            raise ValueError(f"step {each['step']} has no layers with experts")
-        for layer in each["layers"]:
+    for step in records:
+        if not step["layers"]:
+            raise ValueError(f"step {step['step']} has no layers with experts")
+        for layer in step["layers"]:
             _check(layer)
 
 

@@ -67,15 +67,15 @@ def deal(job: Job, device: Device, release: str, allocator: float = ALLOCATOR) -
         ranks = memory.of_job(replace(job, layout=layout), allocator)
         return [rank for rank, each in enumerate(ranks) if each.total > plan.budget(device)]
 
-    own = sizes_of(job, job.layout)
-    best, most = dealing.best() or own, [job.model.layers] * len(own)
+    today = sizes_of(job, job.layout)
+    best, most = dealing.best() or today, [job.model.layers] * len(today)
     # Early stages keep activations of the most microbatches, and may not have room for more layers.
-    while before.fits and best != own and (too_large := full(_with_stages(job, best))):
+    while before.fits and best != today and (too_large := full(_with_stages(job, best))):
         for rank in too_large:
             stages = [stage for stage in range(len(best)) if dealing.rank_of(stage) == rank]
             largest = max(stages, key=lambda stage: best[stage])
             most[largest] = best[largest] - 1
-        best = dealing.best(most) or own
+        best = dealing.best(most) or today
     wanted: tuple[int, ...] = ()
     layout = _with_stages(job, best)
     if Version(release) < _LAYOUTS_SINCE:
