@@ -46,6 +46,8 @@ _CHINESE = {
 }
 _EXAMPLES = ("example, fp32", "example, bf16")
 _STAGES = {"warmup": (1, 5, 10, 20, 40, 80, 120), "sparse": (1, 10, 40)}
+SHARED_LAYERS = ("heldout_loss", "above_full", "recall", "attention", "equal_keys")
+"""Figures of the models whose layers share, in the order of the table."""
 _MEMORY_FLAGS = (
     "swap-attention",
     "recompute-norm",
@@ -141,6 +143,19 @@ def reach() -> str:
     return "\n".join(lines) + "\n"
 
 
+def shared_layers() -> str:
+    """Return the table of ``dsa-shared-selections.md``: mean and spread over the seeds, by model."""
+    lines = [
+        "| model | held-out loss | above the first row | recall | attention on the keys | equal keys |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, model in metrics("selections-layers-cpu")["shared_layers"].items():
+        figures = (model[figure] for figure in SHARED_LAYERS)
+        cells = (f"{figure['mean']:.3f} ± {figure['spread']:.3f}" for figure in figures)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": lambda: front(_ENGLISH, "docs/"),
     "docs/zh/README.md": lambda: front(_CHINESE, "../"),
@@ -149,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "docs/design/gpu.md": training_steps,
     "docs/curves.md": lambda: curves(_ENGLISH),
     "docs/zh/curves.md": lambda: curves(_CHINESE),
+    "docs/features/dsa-shared-selections.md": shared_layers,
 }
 """Builder of each page's table."""
 

@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.figures import SHARED_LAYERS
 from benchmarks.registry import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -78,13 +79,10 @@ def _run(folder: Path, seeds: Sequence[int], quick: bool) -> Metrics:
     }
 
 
-_FIGURES = ("heldout_loss", "above_full", "recall", "attention", "equal_keys")
-
-
 def _over_seeds(models: Sequence[Mapping[str, Any]]) -> Metrics:
     """Return each figure's mean, its spread (standard deviation over seeds), and its values."""
     result: dict[str, Any] = {}
-    for figure in _FIGURES:
+    for figure in SHARED_LAYERS:
         values = [model[figure] for model in models]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         result[figure] = {
