@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any
@@ -266,16 +265,9 @@ def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] 
 def balanced(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Run two microbatches with hot experts moved; add the plans."""
     results: dict[str, Any] = {}
-    for name, pair in _beside_stock(ALWAYS, runs, _planned).items():
+    for name, pair in _beside_stock(ALWAYS, runs, watched).items():
         results[name] = {**pair, "plans": pair["watched"]["plans"]}
     return results
-
-
-@contextlib.contextmanager
-def _planned() -> Iterator[dict[str, Any]]:
-    found: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0}
-    with watched(found):
-        yield found
 
 
 def _beside_stock(
@@ -329,7 +321,7 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """Run a training step of the tiny model; add launched transfers, plans and halves."""
-    with moe.transfers() as events, _planned() as plans, counted(Stages, "attend") as halves:
+    with moe.transfers() as events, watched() as plans, counted(Stages, "attend") as halves:
         if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 from unittest import mock
 
@@ -47,7 +47,6 @@ def train(
         **layout: arguments of :func:`model.start`.
     """
     model.start(switches, **layout)
-    results: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0, "links": Counter()}
     own = [logits[dist.get_rank()] if isinstance(logits[0], list) else logits for logits in popularity]
     config = moe.config(
         layout.get("tp", 1), layout.get("ep", 1), num_moe_experts=len(own[0]), **(overrides or {})
@@ -69,16 +68,19 @@ def train(
         batches.append(batch)
     # Otherwise lines that were logged once would be missing.
     log.forget()
-    with redirect_stderr(io.StringIO()) as said, watched(results):
-        results |= moe.train(layer, batches)
-    return {**results, "said": said.getvalue().splitlines()}
+    with redirect_stderr(io.StringIO()) as said, watched() as found:
+        results = moe.train(layer, batches)
+    return {**found, **results, "said": said.getvalue().splitlines()}
 
 
-def watched(found: dict[str, Any]) -> ExitStack:
-    """Record the plans, the dispatched rows and the messages that carry weights.
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Record the plans, the dispatched rows and the messages that carry weights, inside the block.
 
-    Entries of ``links`` are bytes by direction (``out`` or ``in``) and name of the message.
+    Yields:
+        Record. Entries of ``links`` are bytes by direction (``out`` or ``in``) and name of the message.
     """
+    found: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0, "links": Counter()}
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from mindspeed_dsa.features.moe.balanced_experts import layer
@@ -113,13 +115,14 @@ def watched(found: dict[str, Any]) -> ExitStack:
             found["links"]["in", what] += tensor.nbytes
         return irecv(tensor, *arguments, **keywords)
 
-    stack = ExitStack()
-    stack.enter_context(mock.patch.object(layer, "choose", chosen))
-    stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", dispatched))
-    stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", counted))
-    stack.enter_context(mock.patch.object(dist, "isend", sent))
-    stack.enter_context(mock.patch.object(dist, "irecv", received))
-    return stack
+    with (
+        mock.patch.object(layer, "choose", chosen),
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", dispatched),
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", counted),
+        mock.patch.object(dist, "isend", sent),
+        mock.patch.object(dist, "irecv", received),
+    ):
+        yield found
 
 
 def measured() -> dict[str, Any]:

@@ -102,8 +102,7 @@ def order(switch: Mapping[str, Any], layers: int = 2, sequences: int = 2) -> dic
 
 def moved(**arguments: Any) -> dict[str, Any]:
     """Run :func:`trained`; also return the experts of each plan."""
-    records: dict[str, Any] = {"plans": [], "dispatched": [], "sent": 0, "counts": []}
-    with watched(records):
+    with watched() as records:
         return {**trained(**arguments), **records}
 
 
