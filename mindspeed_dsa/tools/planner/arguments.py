@@ -382,15 +382,7 @@ def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
     layout, pp = options.pipeline_model_parallel_layout, options.pipeline_model_parallel_size
     if layout is None or pp == 1:
         return ()
-    others = (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    )
-    said = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]
+    said = [f"--{name.replace('_', '-')}" for name in flags.SPLIT if getattr(options, name)]
     if said:
         raise SettingsError(f"mindspeed_dsa plan: {LAYOUT} deals all layers out: omit {', '.join(said)}")
     try:

@@ -22,15 +22,7 @@ _LAYOUT = {
     "micro_batch_size",
 }
 """Arguments that a search sets."""
-_SPLIT = {
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-}
+_SPLIT = {*flags.SPLIT, "pipeline_model_parallel_layout"}
 """Arguments that deal layers to pipeline stages."""
 _MEGATRONS_RECOMPUTATION = {
     "recompute_granularity",

@@ -85,7 +85,7 @@ class Dealing:
     def best(self, most: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Return the number of layers of each stage, in the model's order, with the least slowest stage.
 
-        Of equal splits, the result is one with nearly equal ranks, and then with nearly equal stages.
+        Among equal splits, it prefers nearly equal ranks, then nearly equal stages.
         ``None`` if no split is possible.
 
         Args:

@@ -203,6 +203,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+SPLIT = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that deal layers to pipeline stages, without a layout."""
+
+
 def dest_of(name: str) -> str:
     """Return the argument's name (``dest``) of a flag; ``name`` has no dashes in front."""
     return parser()._option_string_actions[f"--{name}"].dest

@@ -88,7 +88,7 @@ def test_a_split_that_is_best_stays(tmp_path, capsys):
 
 
 def test_releases_without_layouts_get_the_nearest_split(tmp_path):
-    """Of all numbers of layers for the first and last stage, none has a faster slowest stage."""
+    """No other numbers of layers in the first and last stage make the slowest stage faster."""
     own = job(write(tmp_path, {layer: ONE if layer < 4 else EVEN for layer in range(1, LAYERS + 1)}))
     dealt = relayout.deal(own, device("cpu"), "0.13.1")
     layout = dealt.after.job.layout
