@@ -246,7 +246,8 @@ def test_an_exception_leaves_nothing_behind(pool, where):
 
 @pytest.mark.parametrize(
     ("switches", "tp"),
-    [({}, 1), pytest.param({"use_ascend_coc": True}, 2, marks=pytest.mark.full)],
+    # A measured number of chunks may differ between both runs, and with it the order of sums.
+    [({}, 1), pytest.param({"use_ascend_coc": True, "coc_parallel_num": 2}, 2, marks=pytest.mark.full)],
     ids=("Megatron's layers", "overlapped layers"),
 )
 def test_gradient_accumulation_fusion(pool, switches, tp):

@@ -46,6 +46,8 @@ def train(
         frozen: global numbers of experts with frozen weights.
         **layout: arguments of :func:`model.start`.
     """
+    from megatron.core import parallel_state
+
     model.start(switches, **layout)
     own = [logits[dist.get_rank()] if isinstance(logits[0], list) else logits for logits in popularity]
     config = moe.config(
@@ -70,7 +72,8 @@ def train(
     log.forget()
     with redirect_stderr(io.StringIO()) as said, watched() as found:
         results = moe.train(layer, batches)
-    return {**found, **results, "said": said.getvalue().splitlines()}
+    group = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+    return {**found, **results, "said": said.getvalue().splitlines(), "first rank": group[0]}
 
 
 @contextmanager
