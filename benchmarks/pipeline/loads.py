@@ -56,7 +56,7 @@ class Sizes(dense_steps.Sizes):
     hidden: int = 64
     rounds: int = 5
     ffn: int = 512
-    seconds: float = 0.45
+    seconds: float = 1.5
 
     @property
     def rate(self) -> float:
