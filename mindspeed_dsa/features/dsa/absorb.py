@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import log
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
 from mindspeed_dsa.features.dsa.operands import keeps_parts_apart, query_and_key
 from mindspeed_dsa.megatron.dsa import Options

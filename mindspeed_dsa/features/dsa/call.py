@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups
 from mindspeed_dsa.megatron.dsa import Options
 

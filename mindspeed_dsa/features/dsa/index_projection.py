@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 from mindspeed_dsa.features.dsa.problem import IndexInputs
 from mindspeed_dsa.megatron import second_stream
 

@@ -48,9 +48,9 @@ def parts_kept_apart() -> Iterator[list[int]]:
 
     Yields a list with the number of parts of each gathered key.
     """
+    from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
     from mindspeed_dsa.features.dsa import absorb, operands
     from mindspeed_dsa.features.dsa.kernel_hooks import shared_keys
-    from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 
     gathered: list[int] = []
     hand_over = KeyExchange.hand_over

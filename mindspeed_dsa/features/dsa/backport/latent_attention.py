@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.absorb import (
     by_head_is_faster,
@@ -22,7 +23,7 @@ from mindspeed_dsa.features.dsa.absorb import (
 from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
 from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.job import problems_of
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.operands import query_and_key
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, KeyExchange
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE
 
 
 def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.gather import Members
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, SharedMembers
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of
+from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
 
 # -- functions that run in the pool's workers ------------------------------------------------------
 
@@ -60,8 +61,7 @@ def _layer(kind: str) -> Layer:
             return heads.attend_payload(DenseAttention(0.3), query, payload)
 
         return attend
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    exchange = KeyExchange(world, 2 if "blocks" in kind else 0, alone, None, keeps=False)
+    exchange = KeyExchange(world, Zigzag(2, 2 if "blocks" in kind else 0))
     if kind == "ends":
         return lambda rows: rows * exchange.ends(rows.size(0), rows.device)[:, None, None]
     return lambda rows: exchange.gather(rows).wait().square()
