@@ -8,6 +8,9 @@ transfers.
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -142,6 +145,7 @@ class _Transfer:
         self.members, self.sums = members, sums
         self.local: Tensor | None = None
         self._whole: Tensor | None = None
+        self._storage: Callable[[], Any] = lambda: None
         self._by_member: Tensor | None = None
         self._works: list[Any] = []
         self._sum: tuple[Tensor, list[Any], list[Tensor], Tensor] | None = None
@@ -175,22 +179,28 @@ class _Transfer:
             for views, part in zip(zip(*parts, strict=True), own_runs, strict=True)
         ]
 
-    def wait(self) -> Tensor:
-        """Wait for the all-gather; return ``[members * rows, ...]`` in sequence order."""
-        assert self._whole is not None
-        if not self._is_here:
-            for work in self._works:
-                work.wait()
-            if self._by_member is not None:
-                self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
-                buffer_pool.give_back(self._by_member)
-            self._works, self._by_member, self._is_here = [], None, True
-        return self._whole
+    def wait(self) -> None:
+        """Wait until the gathered rows are in place; returns at once if no all-gather is under way."""
+        if self._is_here:
+            return
+        for work in self._works:
+            work.wait()
+        if self._by_member is not None:
+            assert self._whole is not None
+            self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
+            buffer_pool.give_back(self._by_member)
+        self._works, self._by_member, self._is_here = [], None, True
 
     def hand_out(self) -> Tensor:
-        """Wait for the gathered rows and return them; keep only a ``.data`` alias of their memory."""
-        whole = self.wait()
-        self._whole = whole.data
+        """Wait for the gathered rows and return them; keep only a weak reference to their memory.
+
+        If autograd has not saved the rows, because a checkpoint computes them again, the memory thus ends
+        with the forward pass, and :meth:`start_again` has nothing to do.
+        """
+        self.wait()
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        self._storage = weakref.ref(whole.untyped_storage())
         return whole
 
     def start_sum(self, gradient: Tensor) -> None:
@@ -228,17 +238,20 @@ class _Transfer:
 
     def free(self) -> None:
         """Free the memory of the gathered rows until :meth:`start_again`."""
-        assert self._whole is not None
-        storage = self._whole.untyped_storage()
-        saved_tensors.mark_freed(self._whole)
-        storage.resize_(0)
+        storage, local = self._storage(), self.local
+        if storage is not None and local is not None:
+            saved_tensors.mark_freed(local.new_empty(0).set_(storage))
+            storage.resize_(0)
 
     def start_again(self) -> None:
-        """Start the all-gather again, into the same storage, unless it has memory already."""
-        if self._whole is None or self._whole.untyped_storage().size():
+        """Start the all-gather again, into the same storage, unless it has memory or is gone."""
+        storage, local = self._storage(), self.local
+        if storage is None or local is None or storage.size():
             return
         # The same storage again, so tensors that backward has saved see the rows.
-        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        shape = (self.members.rows.numel(), *local.shape[1:])
+        storage.resize_(math.prod(shape) * local.element_size())
+        self._whole = local.new_empty(0).set_(storage).view(shape)
         self._launch()
 
 
