@@ -72,6 +72,27 @@ class Zigzag:
         return blocks[:, [rank, 2 * self.ranks - 1 - rank]].flatten()
 
 
+@dataclass(frozen=True)
+class Contiguous:
+    """Layout in which each rank has one run of consecutive tokens.
+
+    Attributes:
+        ranks: context parallel size.
+    """
+
+    ranks: int
+
+    def rows_of_rank(self, rank: int, length: int) -> Tensor:
+        """Return the positions of a rank's tokens; see :class:`Layout`."""
+        rows, rest = divmod(length, self.ranks)
+        if rest:
+            raise ValueError(
+                f"a sequence of {length} rows cannot be dealt evenly to {self.ranks} context parallel ranks; "
+                f"use a multiple of {self.ranks}"
+            )
+        return torch.arange(rank * rows, (rank + 1) * rows)
+
+
 def rows_of_all(layout: Layout, length: int) -> Tensor:
     """Return the positions of all ranks' tokens, int64 ``[ranks, length / ranks]``."""
     return torch.stack([layout.rows_of_rank(rank, length) for rank in range(layout.ranks)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.context_parallel.layout import Zigzag, join, rows_of_all, split
+from mindspeed_dsa.context_parallel.layout import Contiguous, Zigzag, join, rows_of_all, split
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -21,15 +21,27 @@ def test_the_zigzag_is_megatrons(ranks, monkeypatch):
         assert split(whole, Zigzag(ranks), rank, dim=1).equal(theirs)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_zigzag_is_torchs_head_and_tail(ranks):
+    from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
+
+    theirs = _HeadTailLoadBalancer(24, ranks, "cpu")._generate_indices()
+    assert rows_of_all(Zigzag(ranks), 24).tolist() == theirs.view(ranks, -1).tolist()
+
+
 def test_blocks_repeat_it():
     assert rows_of_all(Zigzag(2, block_rows=1), 8).tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
-@pytest.mark.parametrize("layout", [Zigzag(3), Zigzag(2, 4), Zigzag(1)])
+@pytest.mark.parametrize("layout", [Zigzag(3), Zigzag(2, 4), Zigzag(1), Contiguous(4)])
 def test_parts_join_to_the_whole(layout):
     whole = torch.randn(2, 48, 3)
     parts = [split(whole, layout, rank, dim=1) for rank in range(layout.ranks)]
     assert join(parts, layout, dim=1).equal(whole)
+
+
+def test_consecutive_rows():
+    assert rows_of_all(Contiguous(2), 6).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("length", [16384, 65536])
@@ -54,3 +66,5 @@ def test_what_cannot_be_dealt_is_refused():
         Zigzag(2, 16).rows_of_rank(0, 96)
     with pytest.raises(ValueError, match="use a multiple of 8"):
         Zigzag(4).rows_of_rank(0, 4)
+    with pytest.raises(ValueError, match=r"30 rows cannot be dealt evenly to 4 .* use a multiple of 4"):
+        Contiguous(4).rows_of_rank(0, 30)
