@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import spmd_types as spmd
@@ -22,18 +23,18 @@ from mindspeed_dsa.integrations.torchtitan.config_layers import (
     PermutingDispatcher,
     PermutingExchange,
 )
+from mindspeed_dsa.integrations.torchtitan.context import Keys, check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
     IndexOperands,
     Projected,
-    document_starts,
     index_operands,
     local,
     own_random_numbers,
+    shared_key,
 )
 from mindspeed_dsa.integrations.torchtitan.names import (
     SparseOptions,
-    across_ranks,
     check_device,
     not_plain,
     nothing_found,
@@ -58,6 +59,9 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import device_type
 
 # -- sparse attention --------------------------------------------------------------------------
+
+UNKNOWN = "unknown"
+"""Load balancer of an attention that no configuration of a trainer has told of it."""
 
 
 class Indexer(Module):
@@ -85,6 +89,32 @@ class Indexer(Module):
             super().init_states(buffer_device=buffer_device)
 
 
+class InnerAttention(ScaledDotProductAttention):
+    """Inner attention that never attends: :class:`SparseAttention` does.
+
+    TorchTitan applies context parallelism by wrapping the inner attention's forward: it then gets DTensors on
+    the mesh of context parallel ranks. No other object tells a layer of this mesh.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        """Configuration without options."""
+
+    _mesh: Any = None
+
+    @wraps(ScaledDotProductAttention.forward)  # TorchTitan reads the names of the arguments
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._mesh = query.device_mesh if isinstance(query, DTensor) else None
+        return query
+
+    def context_mesh(self, device: torch.device) -> Any:
+        """Return the mesh of context parallel ranks, ``None`` without context parallelism."""
+        # [batch, rows, heads, dim]
+        states = torch.zeros(1, 1, 1, 1, device=device)
+        self(states, states, states)
+        return self._mesh
+
+
 class SparseAttention(LatentAttention):
     """TorchTitan's latent attention, restricted to the keys that an indexer selects."""
 
@@ -98,6 +128,8 @@ class SparseAttention(LatentAttention):
         """Whether tokens see only their own document."""
         rows: int | None = None
         """Tokens of a step on all ranks; ``None`` if the indexer has no loss."""
+        load_balancer: str | None = UNKNOWN
+        """TorchTitan's ``context_parallel_load_balancer``."""
 
     indexer_loss: Tensor | None = None
     """Loss of the last training pass, a mean over this rank's tokens."""
@@ -113,34 +145,60 @@ class SparseAttention(LatentAttention):
                 'training.global_batch_size times training.seq_len; or "loss_coeff": 0 for an indexer that '
                 "is not trained. Converters in model_registry(converters=[...]) need neither"
             )
+        self._load_balancer = config.load_balancer
         # The tensor parallel group is set in parallelize().
-        self._core = Attention(config.options, config.rows or 1, None)
+        self._core = Attention(config.options, config.rows or 1)
+        self._knows_context = False
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelise as TorchTitan does, and store the tensor parallel group."""
-        if parallel_dims.cp_enabled:
-            raise across_ranks(parallel_dims.cp)
+        """Parallelise as TorchTitan does, and store the groups of tensor and context parallel ranks."""
+        self._learn_context(parallel_dims.get_mesh("cp") if parallel_dims.cp_enabled else None)
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("tp")
         if mesh is not None:
             self._core = self._core._replace(tensor=mesh.get_group())
 
+    def _learn_context(self, mesh: Any) -> None:
+        """Store the context parallelism of the layer; ``mesh`` is ``None`` without it."""
+        self._knows_context = True
+        if mesh is None:
+            return
+        if self._load_balancer == UNKNOWN:
+            raise ValueError(
+                f"npu_dsa: context_parallel_degree {mesh.size()}: an override is not told how tokens are "
+                "dealt to context parallel ranks; set the converters in Python, in "
+                "model_registry(converters=[...])"
+            )
+        context = context_of(mesh.get_group(), self._load_balancer, self.options.context_parallel_algo)
+        self._core = self._core._replace(context=context)
+
+    def _check_length(self, rows: int, flat: bool) -> None:
+        """Raise ``ValueError`` if tokens are split in a way that this class was not told of."""
+        context, length = self._core.context, self.rope.config.max_seq_len
+        ranks = 1 if context is None else context.ranks
+        if (flat and ranks > 1) or (self.training and not flat and rows * ranks != length):
+            raise ValueError(
+                f"npu_dsa: a layer got {rows} tokens of sequences of {length}, on {ranks} context parallel "
+                "ranks, so that other ranks have keys of which it was not told; use TorchTitan 0.2.2 or 0.3 "
+                "and its own parallelize function of deepseek_v3"
+            )
+
     def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:
         """Run sparse attention; arguments as in the base class. Masks are derived from ``positions``."""
-        if self.q_lora_rank == 0:
-            query_input = x
-            query = self.wq(x)
-        else:
-            query_input = self.q_norm(self.wq_a(x))
-            query = self.wq_b(query_input)
-        placed = query
+        if not self._knows_context:  # parallelize() is called only with tensor or expert parallelism
+            self._learn_context(self.inner_attention.context_mesh(x.device))
+        flat = x.dim() == 2  # TorchTitan after 0.3 concatenates the tokens of a batch
+        self._check_length(x.shape[0] if flat else x.shape[1], flat)
+        # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        query = query.unflatten(-1, (-1, self.qk_head_dim))
-        # [batch, rows, heads, nope + rope]; the rotary part comes last.
-        query_nope, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        query_rope, key_rope = self.rope(query_rope, key_rope.unsqueeze(-2), positions)
-        query = torch.cat([query_nope, query_rope], dim=-1)
+        key_rope = key_rope.unsqueeze(-2)
 
+        def rotate(states: Tensor) -> Tensor:
+            # The embedding rotates a pair, of which only the first is wanted; key_rope has one head.
+            return self.rope(states, key_rope, positions)[0]  # type: ignore[no-any-return]
+
+        keys = self._core.start(shared_key(self.kv_norm(latent), rotate(key_rope).squeeze(-2)))
+        query_input = x if self.q_lora_rank == 0 else self.q_norm(self.wq_a(x))
         # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
         trains = self.training and torch.is_grad_enabled() and self.options.loss_coeff > 0
         with torch.set_grad_enabled(trains):
@@ -148,34 +206,32 @@ class SparseAttention(LatentAttention):
                 self.indexer,
                 x.detach(),
                 query_input.detach(),
-                lambda q, k: self.rope(q, k, positions),
+                rotate,
                 self.options,
                 self.qk_rope_head_dim,
+                self._core.start,
             )
+        placed = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(query_input)
+        # [batch, rows, heads, nope + rope]; the rotary part comes last.
+        query_nope, query_rope = placed.unflatten(-1, (-1, self.qk_head_dim)).split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+        )
         projected = Projected(
-            local(query),
-            local(self.kv_norm(latent), shared=True),
-            local(key_rope.squeeze(-2), shared=True),
+            local(torch.cat([query_nope, rotate(query_rope)], dim=-1)),
+            keys,
             local(self.wkv_b.weight),
             self.softmax_scale,
             self.v_head_dim,
         )
-        starts = None
-        if self.documents and positions is not None:
-            starts = document_starts(local(positions))
-        flat = x.dim() == 2  # TorchTitan after 0.3 concatenates the tokens of a batch
-        if self.training and not flat and query.shape[1] != self.rope.config.max_seq_len:
-            raise across_ranks("above 1, or sequences of another length")
         if flat:
-            projected = projected._replace(
-                **{name: getattr(projected, name)[None] for name in ("query", "latent", "key_rope")}
-            )
-            index = IndexOperands(*(each[None] for each in index))
-        out, self.indexer_loss = self._core.attend(projected, index, starts, trains)
+            projected = projected._replace(query=projected.query[None], keys=Keys(keys.local[None]))
+            index = IndexOperands(index.query[None], Keys(index.keys.local[None]), index.weights[None])
+        at = local(positions) if self.documents and positions is not None else None
+        out, self.indexer_loss = self._core.attend(projected, index, at, trains)
         out = out.squeeze(0) if flat else out
         if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
-        return self.wo(out)  # type: ignore[no-any-return]
+        return self._core.gathers_again_behind(self.wo(out))
 
 
 def sparse(
@@ -206,7 +262,7 @@ def sparse(
         attention,
         SparseAttention.Config,
         # The inner attention is never called. This class needs no masks, so the trainer makes none.
-        inner_attention=ScaledDotProductAttention.Config(),
+        inner_attention=InnerAttention.Config(),
         indexer=Indexer.Config(
             wq_b=linear(attention.q_lora_rank or attention.dim, options.index_heads * options.index_dim),
             wk=linear(attention.dim, options.index_dim),
@@ -286,10 +342,11 @@ def _told_of_the_step(model: Any) -> Any:
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             kind.update_from_config(self, config=config, **kwargs)
             if hasattr(config, "training"):
-                if config.parallelism.context_parallel_degree > 1:
-                    raise across_ranks(config.parallelism.context_parallel_degree)
                 for _, attention, _, _ in self.traverse(SparseAttention.Config):
                     attention.rows = _rows_of(config)
+                    if config.parallelism.context_parallel_degree > 1:
+                        check(config, attention.options.context_parallel_algo, attention.documents)
+                        attention.load_balancer = config.parallelism.context_parallel_load_balancer
 
     return derive(model, Config)
 

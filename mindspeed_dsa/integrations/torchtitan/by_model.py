@@ -9,24 +9,26 @@ TorchTitan reads the types of fields from annotations, so annotations in this mo
 """
 
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_module
 
+from mindspeed_dsa.integrations.torchtitan.context import check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
     Projected,
     index_operands,
     local,
     own_random_numbers,
+    shared_key,
 )
 from mindspeed_dsa.integrations.torchtitan.layers import gather_back, multiply_up_to, normalise, route
 from mindspeed_dsa.integrations.torchtitan.names import (
     CONVERTERS,
     SparseOptions,
-    across_ranks,
     check_device,
     not_plain,
     nothing_found,
@@ -100,24 +102,14 @@ class SparseAttention(deepseek_v3.Attention):
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
         """Run sparse attention; arguments as in the base class."""
-        if self.q_lora_rank == 0:
-            query_input = x
-            query = self.wq(x)
-        else:
-            query_input = self.q_norm(self.wq_a(x))
-            query = self.wq_b(query_input)
-        placed = query
 
-        def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            turn = deepseek_v3.apply_rotary_emb
-            return turn(q, freqs_cis, positions), turn(k, freqs_cis, positions)
+        def rotate(states: Tensor) -> Tensor:
+            return deepseek_v3.apply_rotary_emb(states, freqs_cis, positions)  # type: ignore[no-any-return]
 
+        # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        query_nope, query_rope = query.unflatten(-1, (-1, self.qk_head_dim)).split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
-        query_rope, key_rope = rotate(query_rope, key_rope.unsqueeze(2))
-        query = torch.cat([query_nope, query_rope], dim=-1)
+        keys = self._core.start(shared_key(self.kv_norm(latent), rotate(key_rope.unsqueeze(2)).squeeze(2)))
+        query_input = x if self.q_lora_rank == 0 else self.q_norm(self.wq_a(x))
         # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
         trains = self.training and torch.is_grad_enabled() and self._core.options.loss_coeff > 0
         with torch.set_grad_enabled(trains):
@@ -128,11 +120,15 @@ class SparseAttention(deepseek_v3.Attention):
                 rotate,
                 self._core.options,
                 self.qk_rope_head_dim,
+                self._core.start,
             )
+        placed = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(query_input)
+        query_nope, query_rope = placed.unflatten(-1, (-1, self.qk_head_dim)).split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+        )
         projected = Projected(
-            local(query),
-            local(self.kv_norm(latent), shared=True),
-            local(key_rope.squeeze(2), shared=True),
+            local(torch.cat([query_nope, rotate(query_rope)], dim=-1)),
+            keys,
             local(self.wkv_b.weight),
             self.softmax_scale,
             self.v_head_dim,
@@ -140,7 +136,7 @@ class SparseAttention(deepseek_v3.Attention):
         out, self.indexer_loss = self._core.attend(projected, index, None, trains)
         if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
-        return self.wo(out)  # type: ignore[no-any-return]
+        return self._core.gathers_again_behind(self.wo(out))
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -224,7 +220,12 @@ class Sparse(Converter):
         section = getattr(job_config, "dsa", None)
         self.options = SparseOptions() if section is None else options_of(asdict(section))
         if parallel_dims.cp_enabled:
-            raise across_ranks(parallel_dims.cp)
+            if find_spec("torchtitan.distributed.context_parallel") is None:
+                raise ValueError(
+                    f"npu_dsa: context_parallel_degree {parallel_dims.cp}: this TorchTitan replaces "
+                    "PyTorch's attention function in all code, ours too; use TorchTitan 0.2.2 or 0.3"
+                )
+            check(job_config, self.options.context_parallel_algo, documents=False)
         if parallel_dims.pp_enabled and self.options.loss_coeff > 0:
             raise ValueError(
                 "npu_dsa: with pipeline_parallel_degree above 1 TorchTitan 0.2 does not divide the model's "
@@ -252,9 +253,15 @@ class Sparse(Converter):
         )
         # The core needs only the group; the indexer is distributed over the mesh.
         mesh = dims.get_mesh("tp") if dims.tp_enabled else None
+        tensor = None if mesh is None else mesh.get_group()
+        context = None
+        if dims.cp_enabled:
+            balancer = self.job.parallelism.context_parallel_load_balancer
+            algorithm = self.options.context_parallel_algo
+            context = context_of(dims.get_mesh("cp").get_group(), balancer, algorithm)
         # Change the class in place: the module keeps its parameters and its name in the model.
         module.__class__ = SparseAttention
-        module.take(Attention(self.options, rows, None if mesh is None else mesh.get_group()), mesh)
+        module.take(Attention(self.options, rows, tensor, context), mesh)
         return True
 
 

@@ -17,10 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 
+from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
+from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
+from mindspeed_dsa.integrations.torchtitan.context import Context, Keys, Operands, exchanged
 from mindspeed_dsa.integrations.torchtitan.names import SparseOptions
-from mindspeed_dsa.ops.dsa import deepseek_sparse_attention, is_faster_by_head
+from mindspeed_dsa.ops.dsa import DSAOutput, deepseek_sparse_attention, is_faster_by_head
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 
-Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Rotate = Callable[[Tensor], Tensor]
 """Model's rotary embedding (adjacent pairs), a function of ``[..., heads, rope]`` or ``[..., 1, rope]``."""
 
 
@@ -29,10 +33,8 @@ class Projected(NamedTuple):
 
     query: Tensor
     """``[batch, rows, heads, nope + rope]``, rotated."""
-    latent: Tensor
-    """``[batch, rows, rank]``, normalised."""
-    key_rope: Tensor
-    """``[batch, rows, rope]``, rotated, shared by all heads."""
+    keys: Keys
+    """Latent, normalised, and rotary dimensions, rotated, that all heads share: ``rank + rope`` together."""
     up_projection: Tensor
     """``[heads * (nope + value), rank]``: projection of the latent to keys and values of each head."""
     softmax_scale: float
@@ -44,16 +46,27 @@ class IndexOperands(NamedTuple):
 
     query: Tensor
     """``[batch, rows, index_heads, index_dim]``."""
-    key: Tensor
-    """``[batch, rows, index_dim]``."""
+    keys: Keys
+    """Keys of ``index_dim``."""
     weights: Tensor
     """``[batch, rows, index_heads]`` fp32, with all scales applied."""
 
 
+def shared_key(latent: Tensor, key_rope: Tensor) -> Tensor:
+    """Concatenate the key's latent ``[..., rows, rank]`` and rotary dimensions ``[..., rows, rope]``."""
+    return torch.cat([local(latent, shared=True), local(key_rope, shared=True)], dim=-1)
+
+
 def index_operands(
-    indexer: Any, hidden: Tensor, query_input: Tensor, rotate: Rotate, options: SparseOptions, rope_dim: int
+    indexer: Any,
+    hidden: Tensor,
+    query_input: Tensor,
+    rotate: Rotate,
+    options: SparseOptions,
+    rope_dim: int,
+    start: Callable[[Tensor], Keys] = Keys,
 ) -> IndexOperands:
-    """Project the indexer's operands, with DeepSeek-V3.2's names and shapes.
+    """Project the indexer's operands, with DeepSeek-V3.2's names and shapes, the key first.
 
     Args:
         indexer: module with ``wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
@@ -62,22 +75,22 @@ def index_operands(
         rotate: model's rotary embedding.
         options: options of sparse attention.
         rope_dim: number of rotated dimensions, the first ones of each head.
+        start: function that starts to gather keys.
     """
-    query = indexer.wq_b(query_input).unflatten(-1, (options.index_heads, options.index_dim))
-    key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(-2)
-    rest = options.index_dim - rope_dim
-    (query_rope, query), (key_rope, key) = (x.split([rope_dim, rest], dim=-1) for x in (query, key))
-    if options.rope_layout == "halves":
-        # DeepSeek-V3.2 pairs dimension i with i + rope/2, and the model's embedding pairs 2i with 2i + 1.
-        # Reordering query and key alike puts the pairs side by side: (0, 1, 2, 3) becomes (0, 2, 1, 3). Their
-        # dot product does not depend on the order.
-        query_rope, key_rope = (
-            x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in (query_rope, key_rope)
-        )
-    query_rope, key_rope = rotate(query_rope, key_rope)
+
+    def rotated(x: Tensor) -> Tensor:
+        rope, rest = x.split([rope_dim, options.index_dim - rope_dim], dim=-1)
+        if options.rope_layout == "halves":
+            # DeepSeek-V3.2 pairs dimension i with i + rope/2, and the model's embedding pairs 2i with 2i + 1.
+            # Reordering query and key alike puts the pairs side by side: (0, 1, 2, 3) becomes (0, 2, 1, 3).
+            # Their dot product does not depend on the order.
+            rope = rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return local(torch.cat([rotate(rope), rest], dim=-1))
+
+    keys = start(rotated(indexer.k_norm(indexer.wk(hidden)).unsqueeze(-2)).squeeze(-2))
     weights = indexer.weights_proj(hidden).float() * (options.index_heads * options.index_dim) ** -0.5
-    query, key = torch.cat([query_rope, query], dim=-1), torch.cat([key_rope, key], dim=-1).squeeze(-2)
-    return IndexOperands(*(local(x) for x in (query, key, weights)))
+    query = indexer.wq_b(query_input).unflatten(-1, (options.index_heads, options.index_dim))
+    return IndexOperands(rotated(query), keys, local(weights))
 
 
 def local(x: Tensor, shared: bool = False) -> Tensor:
@@ -119,20 +132,38 @@ class Attention(NamedTuple):
     options: SparseOptions
     rows: int
     """Tokens of a step on all ranks; the loss is a mean over them."""
-    tensor: ProcessGroup | None
+    tensor: ProcessGroup | None = None
     """Tensor parallel group over which heads are split; ``None`` without one."""
+    context: Context | None = None
+    """Context parallelism of the layer; ``None`` without it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        # A pipeline copies the model for its stages, and process groups cannot be copied.
+        return self
+
+    def start(self, key: Tensor) -> Keys:
+        """Start to gather keys ``[batch, rows, dim]`` over context parallel ranks, if there are any."""
+        return Keys.start(key, self.context)
+
+    def gathers_again_behind(self, output: Tensor) -> Tensor:
+        """Return the layer's output; when its gradient arrives, freed keys start to be gathered again."""
+        if isinstance(self.context, KeyExchange):
+            self.context.start_again_with(output)
+        return output
 
     def attend(
-        self, projected: Projected, index: IndexOperands, starts: Tensor | None, trains: bool
+        self, projected: Projected, index: IndexOperands, positions: Tensor | None, trains: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys that the indexer selects.
 
         Attention runs on keys and values per head or in the absorbed form, whichever is faster on the device.
+        Under context parallelism the form is absorbed.
 
         Args:
             projected: layer's projections.
             index: indexer's projections.
-            starts: ``[batch, rows]`` int, first visible key of each token; ``None`` means 0 for all.
+            positions: ``[batch, rows]`` int, position of each token in its document, if tokens see only their
+                own document; ``None``: tokens see all before them.
             trains: whether to compute the indexer's loss.
 
         Returns:
@@ -141,8 +172,9 @@ class Attention(NamedTuple):
             ``None`` if ``trains`` is false.
         """
         options, value_dim = self.options, projected.value_dim
-        query, latent, key_rope = projected.query, projected.latent, projected.key_rope
-        heads, rank, rope = query.shape[2], latent.shape[-1], key_rope.shape[-1]
+        query, width = projected.query, projected.keys.local.shape[-1]
+        heads, rank = query.shape[2], projected.up_projection.shape[-1]
+        rope = width - rank
         nope = query.shape[-1] - rope
         up = projected.up_projection.unflatten(0, (heads, nope + value_dim))
         common: dict[str, Any] = {
@@ -150,40 +182,101 @@ class Attention(NamedTuple):
             "softmax_scale": projected.softmax_scale,
             "stage": options.stage,
             "with_loss": trains and options.loss_coeff > 0,
-            "starts": starts,
             "reduction": "sum",
             "tp_group": self.tensor,
             "backend": options.backend,
         }
         # Width of a key and value per head, by head and absorbed. DeepSeek-V3.2: 128 + 64 + 128 = 320 by
         # head, 512 + 64 + 512 = 1088 absorbed.
-        keys, widths = latent.shape[1], (nope + rope + value_dim, rank + rope + rank)
-        if is_faster_by_head(query.device, keys, options.topk, heads, widths, options.backend):
+        rows, widths = query.shape[1], (nope + rope + value_dim, rank + rope + rank)
+        if self.context is None and is_faster_by_head(
+            query.device, rows, options.topk, heads, widths, options.backend
+        ):
+            latent, key_rope = projected.keys.local.split([rank, rope], dim=-1)
             both = F.linear(latent, up.flatten(0, 1)).unflatten(-1, (heads, -1))
             key, value = both.split([nope, value_dim], dim=-1)
             key = torch.cat([key, key_rope[:, :, None].expand(-1, -1, heads, -1)], dim=-1)
-            result = deepseek_sparse_attention(query, key, value, *index, **common)
-            out = result.out
+            starts = None if positions is None else document_starts(positions)
+            out, loss, _ = deepseek_sparse_attention(
+                query, key, value, index.query, index.keys.local, index.weights, starts=starts, **common
+            )
         else:
             up_key, up_value = up.split([nope, value_dim], dim=1)
             # Move the key's up-projection to the query: q (U c) = (q U) c.
             absorbed = torch.einsum("blhd,hdr->blhr", query[..., :nope], up_key)
-            result = deepseek_sparse_attention(
-                torch.cat([absorbed, query[..., nope:]], dim=-1),
-                torch.cat([latent, key_rope], dim=-1),
-                None,
-                *index,
-                value_dim=rank,
-                **common,
-            )
+            query = torch.cat([absorbed, query[..., nope:]], dim=-1)
+            common["value_dim"] = rank
+            mixed, loss = self._absorbed(query, projected.keys, index, positions, common)
             # The output is a mixture of latents. Project it to each head's values.
-            out = torch.einsum("blhr,hvr->blhv", result.out, up_value)
-        out = out.flatten(2)
-        # The operator returns a sum over tokens. The gradient uses the mean over a whole step's tokens.
-        if result.loss is None:
-            return out, None
-        mean = result.loss.detach() / (out.shape[0] * out.shape[1])
-        return _WithLoss.apply(out, result.loss, options.loss_coeff / self.rows), mean
+            out = torch.einsum("blhr,hvr->blhv", mixed, up_value)
+        out, mean = out.flatten(2), None
+        read = [projected.keys]
+        if loss is not None:
+            mean = loss.detach() / (out.shape[0] * out.shape[1])
+            # The operator returns a sum over tokens. The gradient uses the mean over a whole step's tokens.
+            out = _WithLoss.apply(out, loss, options.loss_coeff / self.rows)
+            read.append(index.keys)  # without a loss, backward does not read the index keys
+        if isinstance(self.context, KeyExchange):
+            out = self.context.free(out, [keys.gathered for keys in read if keys.gathered is not None])
+        return out, mean
+
+    def _absorbed(
+        self,
+        query: Tensor,
+        keys: Keys,
+        index: IndexOperands,
+        positions: Tensor | None,
+        common: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return mixtures of latents ``[batch, rows, heads, rank]``, and the loss as a sum over tokens."""
+        context, ranges = self.context, dict[str, Tensor | None]()
+        operands = Operands(query, keys.wait(), index.query, index.keys.wait(), index.weights)
+        if isinstance(context, KeyExchange):
+            if positions is None:
+                return _by_runs(operands, context.runs(query.shape[1]), common)
+            ends = context.ends(query.shape[1], query.device).expand_as(positions)
+            ranges = {"starts": (ends - 1 - positions).clamp_min(0).int(), "ends": ends}
+        elif isinstance(context, ContextParallelStrategy):
+            operands, at = exchanged(context, operands)
+            ranges = {"ends": None if at is None else (at + 1).to(query.device, torch.int32)}
+        elif positions is not None:
+            ranges = {"starts": document_starts(positions)}
+        out, loss, _ = _attend(operands, **ranges, **common)
+        if isinstance(context, ContextParallelStrategy):
+            out = context.merge(out.transpose(0, 1)).transpose(0, 1)
+        return out, loss
+
+
+def _attend(operands: Operands, **options: Any) -> DSAOutput:
+    query, key, *index = operands
+    return deepseek_sparse_attention(query, key, None, *index, **options)
+
+
+def _by_runs(
+    operands: Operands, runs: list[tuple[int, int, int, int]], common: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attend once per run of contiguous tokens, with the keys up to the run's end.
+
+    All backends take this form, those on Ascend too, and no device has to be asked for ranges of keys.
+    """
+    query, key, index_query, index_key, index_weights = operands
+    results = [
+        _attend(
+            Operands(
+                query[:, first:end],
+                key[:, :high],
+                index_query[:, first:end],
+                index_key[:, :high],
+                index_weights[:, first:end],
+            ),
+            form=TO_LAST_KEY,
+            **common,
+        )
+        for first, end, _, high in runs
+    ]
+    losses = [result.loss for result in results if result.loss is not None]
+    out = torch.cat([result.out for result in results], dim=1)
+    return out, torch.stack(losses).sum() if losses else None
 
 
 class _WithLoss(torch.autograd.Function):

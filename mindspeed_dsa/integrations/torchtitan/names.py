@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from mindspeed_dsa.context_parallel.algorithms import registered
 from mindspeed_dsa.ops.backend import BackendName
 from mindspeed_dsa.ops.dsa.attention import Stage
 from mindspeed_dsa.ops.rotary import Layout
@@ -21,6 +22,8 @@ CONVERTERS = {
     "npu_gmm": "grouped_matmul",
 }
 """Converter names as in TorchTitan-npu, with their device-neutral names."""
+GATHER = "kvallgather_cp_algo"
+"""Context parallel algorithm that gathers keys, the name that it also has with Megatron."""
 DEVICES = ("cpu", "cuda", "npu")
 """Device types that the operators have backends for."""
 
@@ -87,14 +90,6 @@ def not_plain(converter: str, where: str, found: Any, plain: type) -> ValueError
     )
 
 
-def across_ranks(ranks: int | str) -> ValueError:
-    """Return the error for sequences that are split over ranks."""
-    return ValueError(
-        f"npu_dsa: context_parallel_degree {ranks}: a row's keys lie on other ranks, which this converter "
-        "does not gather. Use tensor, pipeline, expert and data parallelism, or leave it out"
-    )
-
-
 def _named(of: Any) -> str:
     return (of if isinstance(of, type) else type(of)).__qualname__
 
@@ -112,6 +107,8 @@ class SparseOptions:
         rope_layout: rotary layout of the indexer: ``"halves"`` as in DeepSeek-V3.2, or ``"pairs"`` as in
             GLM-5.
         backend: backend of the operators.
+        context_parallel_algo: context parallel algorithm, :data:`GATHER` or a name given to
+            :func:`mindspeed_dsa.context_parallel.algorithms.register`.
     """
 
     topk: int = 2048
@@ -121,6 +118,7 @@ class SparseOptions:
     stage: Literal["sparse", "warmup", "warm-up"] = "sparse"
     rope_layout: Literal["halves", "pairs"] = "halves"
     backend: str = "auto"
+    context_parallel_algo: str = GATHER
 
     def check(self, rope_dim: int) -> None:
         """Raise one ``ValueError`` that names every invalid option.
@@ -147,6 +145,11 @@ class SparseOptions:
             for name, value, allowed in choices
             if value not in get_args(allowed)
         ]
+        if self.context_parallel_algo != GATHER and registered(self.context_parallel_algo) is None:
+            wrong.append(
+                f"context_parallel_algo is {self.context_parallel_algo!r}, and has to be {GATHER} or the "
+                "name of a registered strategy"
+            )
         if wrong:
             raise ValueError(f"npu_dsa: {'; '.join(wrong)}")
 

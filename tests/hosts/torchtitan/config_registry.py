@@ -30,11 +30,15 @@ WIDTHS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v
 
 
 def model() -> deepseek_v3.DeepSeekV3Model.Config:
-    """Return the model; ``$TITAN_WIDTHS`` (JSON) overrides :data:`WIDTHS`."""
+    """Return the model.
+
+    ``$TITAN_WIDTHS`` (JSON) overrides :data:`WIDTHS`. ``$TITAN_DENSE`` is the number of layers without
+    experts, ``$TITAN_ATTENTION`` the inner attention.
+    """
     widths = {**WIDTHS, **json.loads(os.environ.get("TITAN_WIDTHS", "{}"))}
     layers = deepseek_v3._build_dsv3_layers(
         n_layers=4,
-        n_dense_layers=1,
+        n_dense_layers=int(os.environ.get("TITAN_DENSE", "1")),
         dim=DIM,
         n_heads=4,
         q_lora_rank=48,
@@ -55,7 +59,8 @@ def model() -> deepseek_v3.DeepSeekV3Model.Config:
     )
     for layer in layers:
         # FlexAttention has no backward on CPUs, and variable lengths no forward.
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        if os.environ.get("TITAN_ATTENTION", "sdpa") == "sdpa":
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return deepseek_v3.DeepSeekV3Model.Config(
         vocab_size=VOCABULARY,
         dim=DIM,

@@ -7,15 +7,15 @@ from torchtitan.models.moe import MoEArgs
 
 
 def add() -> None:
-    """Add flavors ``tiny``, and ``tiny_flex``, whose attention has another backend."""
-    for name, attention in (("tiny", "sdpa"), ("tiny_flex", "flex")):
+    """Add flavors ``tiny``, ``tiny_flex`` with another attention, and ``tiny_dense`` without experts."""
+    for name, attention, dense in (("tiny", "sdpa", 1), ("tiny_flex", "flex", 1), ("tiny_dense", "sdpa", 4)):
         deepseekv3_args[name] = DeepSeekV3ModelArgs(
             vocab_size=512,
             dim=64,
             inter_dim=96,
             moe_inter_dim=32,
             n_layers=4,
-            n_dense_layers=1,
+            n_dense_layers=dense,
             n_heads=4,
             q_lora_rank=48,
             kv_lora_rank=32,

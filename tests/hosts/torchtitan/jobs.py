@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+import torch
+from torch import Tensor
+
 ROOT = Path(__file__).parents[3]
 OLD = Path(sys.prefix) / "torchtitan-0.2"
 """Folder with the packages of TorchTitan 0.2; the environment has 0.3. `make test-hosts` fills it."""
@@ -29,6 +33,10 @@ class Record(NamedTuple):
     """Sums of squares of the weights before the first step."""
     weights: dict[str, float]
     """Sums of squares of the weights after the last step."""
+    moved: dict[str, int]
+    """Bytes of keys and of their gradients that a rank has got from other ranks, by kind of transfer."""
+    gradients: dict[str, Tensor]
+    """Gradients of the first step, whole, before they are clipped."""
     log: str
 
 
@@ -49,7 +57,8 @@ def files(folder: Path) -> Path:
     config = {"bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
     pieces = [text[at : at + 400] for at in range(0, len(text), 400)]
-    for name, texts in (("corpus", pieces), ("same", [text[:4000]] * 8)):
+    short = [text[at : at + 60] for at in range(0, len(text), 60)]
+    for name, texts in (("corpus", pieces), ("same", [text[:4000]] * 8), ("short", short)):
         (folder / name).mkdir()
         lines = "".join(json.dumps({"text": each}) + "\n" for each in texts)
         (folder / name / "data.json").write_text(lines)
@@ -90,12 +99,29 @@ def train(folder: Path, ranks: int, arguments: list[str], **environment: str) ->
     for part in parts:
         for name, count in part["calls"].items():
             calls[name] = calls.get(name, 0) + count
+    gradients: dict[str, Tensor] = {}
+    for rank in range(ranks):
+        gradients |= {plain(name): x for name, x in torch.load(records / f"{rank}.pt").items()}
     losses = [loss for part in parts for each in part["indexer_losses"] for loss in each.values()]
     initial, weights = (
         {plain(name): value for part in parts for name, value in part[when].items()}
         for when in ("initial", "weights")
     )
-    return Record([tuple(step) for step in parts[-1]["steps"]], calls, losses, initial, weights, output)
+    steps = [tuple(step) for step in parts[-1]["steps"]]
+    return Record(steps, calls, losses, initial, weights, parts[0]["moved"], gradients, output)
+
+
+def assert_one_process(ours: Record, one: Record) -> None:
+    """Assert that a job on context parallel ranks has the losses and gradients of one process."""
+    assert len(one.steps) == 2
+    assert not one.moved
+    assert ours.moved["keys"] > 0
+    assert ours.steps == [pytest.approx(step, rel=1e-5) for step in one.steps]
+    assert ours.gradients.keys() == one.gradients.keys()
+    for name, gradient in one.gradients.items():
+        error = (ours.gradients[name] - gradient).abs().max() / gradient.abs().max()
+        # An indexer's gradient is a difference of two distributions, which are nearly equal here.
+        assert error < (5e-5 if ".indexer." in name else 1e-5), f"{name}: {error}"
 
 
 def plain(name: str) -> str:

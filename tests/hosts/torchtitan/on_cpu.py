@@ -81,6 +81,7 @@ def count_integers() -> None:
 # -- records -----------------------------------------------------------------------------------
 
 calls: Counter[str] = Counter()
+moved: Counter[str] = Counter()
 
 
 def count_calls() -> None:
@@ -101,6 +102,54 @@ def counted(name: str, function):
         return function(*args, **kwargs)
 
     return count
+
+
+def count_bytes() -> None:
+    """Count the bytes of keys and of their gradients that this rank receives."""
+    from mindspeed_dsa.context_parallel import gather
+
+    for kind, name in (("keys", "_launch"), ("gradients", "start_sum")):
+        setattr(gather._Transfer, name, counting(kind, getattr(gather._Transfer, name)))
+
+
+def counting(kind: str, function):
+    def count(self, *args):
+        from mindspeed_dsa.context_parallel import gather
+
+        exchange = gather.exchange_pairs
+
+        def counted_exchange(sends, receives, group):
+            got = [x for rank, each in enumerate(receives) if rank != group.rank() for x in each]
+            again = " again" if kind == "keys" and torch._C._current_graph_task_id() != -1 else ""
+            moved[kind + again] += sum(x.nbytes for x in got)
+            return exchange(sends, receives, group)
+
+        gather.exchange_pairs = counted_exchange
+        try:
+            return function(self, *args)
+        finally:
+            gather.exchange_pairs = exchange
+
+    return count
+
+
+def keep_gradients(trainer, gradients: dict[str, torch.Tensor]) -> None:
+    """Copy the gradients of the first step when they are clipped, whole."""
+    import torchtitan.distributed.utils as utils
+
+    clip = utils.clip_grad_norm_
+
+    def clipped(*args, **kwargs):
+        utils.clip_grad_norm_ = clip
+        for part in trainer.model_parts:
+            for name, parameter in part.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad
+                    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                    gradients[name] = whole.detach().clone()
+        return clip(*args, **kwargs)
+
+    utils.clip_grad_norm_ = clipped
 
 
 def record(folder: Path) -> None:
@@ -125,13 +174,15 @@ def record(folder: Path) -> None:
         return {name: whole(x) for part in trainer.model_parts for name, x in part.named_parameters()}
 
     def trained(self):
-        initial = weights(self)
+        initial, gradients = weights(self), {}
+        keep_gradients(self, gradients)
         train(self)
+        torch.save(gradients, folder / f"{os.environ['RANK']}.pt")
         from mindspeed_dsa.integrations.torchtitan import indexer_losses
 
         losses = [indexer_losses(part) for part in self.model_parts]
         result = {"steps": steps, "calls": calls, "indexer_losses": losses}
-        result |= {"tokens": tokens, "initial": initial, "weights": weights(self)}
+        result |= {"tokens": tokens, "initial": initial, "weights": weights(self), "moved": moved}
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
     MetricsProcessor.log, Trainer.train, Trainer.post_dataloading_process = logged, trained, prepared
@@ -159,6 +210,7 @@ if __name__ == "__main__":
         flavors.add()
     if "TITAN_RECORD" in os.environ:
         count_calls()
+        count_bytes()
         record(Path(os.environ["TITAN_RECORD"]))
     if by_model:
         torchtitan.train.main(torchtitan.train.Trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,18 +102,6 @@ def test_an_override_has_to_be_told_the_rows_of_a_step():
         config.build()
 
 
-def test_context_parallel_ranks(monkeypatch):
-    config = tiny()
-    config.parallelism.context_parallel_degree = 2
-    with pytest.raises(ValueError, match="context_parallel_degree 2: a row's keys lie on other ranks"):
-        convert(config.model_spec.model, "npu_dsa", **SMALL).update_from_config(config=config)
-    attention = convert(model(), "npu_dsa", **SMALL, loss_coeff=0).layers[0].attention
-    with torch.device("meta"):
-        built = attention.build()
-    with pytest.raises(ValueError, match="context_parallel_degree 2"):
-        built.parallelize(SimpleNamespace(cp_enabled=True, cp=2))
-
-
 def test_rows_of_a_step_are_those_of_all_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = tiny()
@@ -166,8 +153,8 @@ def test_the_indexers_rotary_embedding(layout):
     hidden, latent = torch.randn(1, 1, 64), torch.randn(1, 1, 48)
 
     def operands(at):
-        def rotate(query, key):
-            return attention.rope(query, key, torch.tensor([[at]]))
+        def rotate(states):
+            return attention.rope(states, states, torch.tensor([[at]]))[0]
 
         return by_config.index_operands(attention.indexer, hidden, latent, rotate, options, 16)
 
@@ -178,7 +165,7 @@ def test_the_indexers_rotary_embedding(layout):
         turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
         return torch.cat([*turned, x[..., 16:]], dim=-1)
 
-    query, key = operands(5).query[0, 0], operands(2).key[0, 0]
+    query, key = operands(5).query[0, 0], operands(2).keys.local[0, 0]
     plain_query = attention.indexer.wq_b(latent).unflatten(-1, (4, 32))[0, 0]
     plain_key = attention.indexer.k_norm(attention.indexer.wk(hidden))[0, 0]
     expected = formula(plain_query, 5) @ formula(plain_key, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from tests.hosts.torchtitan import jobs
@@ -52,17 +54,78 @@ def test_tensor_parallel_ranks(folder):
     assert ours.steps == [pytest.approx(step, rel=1e-5) for step in stock.steps]
 
 
+PP = ("--parallelism.pipeline_parallel_degree", "2")
+CP = ("--parallelism.context_parallel_degree", "2")
+# Data parallel ranks get different documents: make all documents the same.
+SAME = ("--training.local_batch_size", "1", "--training.dataset_path", "same")
+CONTEXT_PARALLEL = {
+    "cp": (2, (), 1.0),
+    "cp-tp": (4, TP, 1.0),
+    "cp-fsdp": (4, SAME, 1.0),
+    "cp-pp": (4, PP, 0.0),
+}
+"""Ranks, arguments beside those of context parallelism, and coefficient of the indexer's loss."""
+WITHOUT = {"cp-pp": (2, PP)}
+"""Layouts that are compared with more than one process: with a pipeline 0.2 does not divide gradients."""
+
+
+@pytest.fixture(scope="module")
+def seeded(folder):
+    """Return a cached function that runs a job from the same weights, on a model without experts."""
+    chosen = {**SMALL, "topk": 8}
+    (folder / "job.toml").write_text(jobs.toml(["npu_dsa"], chosen))
+    given = ["--job.config_file", "job.toml", "--model.flavor", "tiny_dense", "--checkpoint.enable"]
+    seed = [*given, "--checkpoint.create_seed_checkpoint", "--job.dump_folder", "seed"]
+    done = jobs.start(folder, 1, seed, PYTHONPATH=str(jobs.OLD))
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    @cache
+    def run(ranks: int, coefficient: float, *arguments: str) -> jobs.Record:
+        load = ("--checkpoint.enable", "--checkpoint.initial_load_path", f"{folder}/seed/checkpoint/step-0")
+        dump = ("--job.dump_folder", f"dump-{len(list(folder.iterdir()))}", "--training.steps", "2")
+        given = ("--model.flavor", "tiny_dense", *load, *dump, *arguments)
+        return jobs.by_model(folder, ranks, *given, converters=["npu_dsa"], **chosen, loss_coeff=coefficient)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONTEXT_PARALLEL)
+def test_context_parallel_ranks_have_the_gradients_of_one_process(seeded, name):
+    ranks, arguments, coefficient = CONTEXT_PARALLEL[name]
+    one_rank, others = WITHOUT.get(name, (1, SAME if arguments == SAME else ()))
+    one, ours = seeded(one_rank, coefficient, *others), seeded(ranks, coefficient, *CP, *arguments)
+    assert any(".indexer." in key for key in one.gradients) == (coefficient > 0)
+    jobs.assert_one_process(ours, one)
+
+
+def test_context_parallel_transfers_are_those_of_the_formula(seeded):
+    layers, steps, batch, length, ranks = 4, 2, 2, 64, 2
+    # Latent, rotary dimensions and index key of a token, fp32. DeepSeek-V3.2: 512 + 64 + 128 = 704.
+    tokens, keys, index_keys = layers * steps * batch * length * (ranks - 1) // ranks, 4 * (32 + 16), 4 * 32
+    of_both = tokens * (keys + index_keys)
+    assert seeded(2, 1.0, *CP).moved == {"keys": of_both, "keys again": of_both, "gradients": of_both}
+    # Without the indexer's loss, backward does not read the index keys.
+    of_keys = tokens * keys
+    assert seeded(2, 0.0, *CP).moved == {"keys": of_both, "keys again": of_keys, "gradients": of_keys}
+
+
 @pytest.mark.parametrize(
     ("converters", "arguments", "message"),
     [
         (["npu_dsa"], ("--model.flavor", "tiny_flex"), "npu_dsa: layers.0.attention has attn_type 'flex'"),
         (["npu_dsa"], ("--model.name", "llama3", "--model.flavor", "debugmodel"), "has no latent attention"),
         (["npu_gmm", "grouped_matmul"], (), "listed twice"),
+        (
+            ["npu_dsa"],
+            (*CP, "--parallelism.context_parallel_load_balancer", "ptrr"),
+            "'ptrr' deals out tokens",
+        ),
+        (["npu_dsa"], (*CP, "--compile.enable"), "leave 'model' out of compile.components"),
     ],
 )
 def test_what_is_refused(folder, converters, arguments, message):
     (folder / "job.toml").write_text(jobs.toml(converters, SMALL))
     given = ["--job.config_file", "job.toml", *arguments]
-    done = jobs.start(folder, 1, given, PYTHONPATH=str(jobs.OLD))
+    done = jobs.start(folder, 2 if CP[0] in arguments else 1, given, PYTHONPATH=str(jobs.OLD))
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
