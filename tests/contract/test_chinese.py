@@ -23,6 +23,7 @@ ENGLISH = {
     "README.md": "README.md",
     "features.md": "docs/features/README.md",
     "recipes.md": "docs/recipes/README.md",
+    "torchtitan.md": "docs/hosts/torchtitan.md",
     **{page.name: f"docs/{page.name}" for page in USER_PAGES},
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
