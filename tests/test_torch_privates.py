@@ -38,6 +38,8 @@ NOT_TORCHS = {
     "_maintain_float32_expert_bias",
     *("_proj_and_transformer_layer", "_prompt_config", "_prompt_format", "_tokenizer"),
     *("_set_all_rng_states", "_set_checkpointing", "_unset_checkpointing"),
+    # Megatron-Bridge
+    "_adapter_enabled",
     # transformers' configurations and experts
     "_attn_implementation",
     "_experts_implementation",

@@ -8,7 +8,7 @@ is batch, ``s`` sequence, and *latent* the compressed key-value.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, all_reduce
 
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.adapters import LowRank, adapters_of, base_of
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 
@@ -35,11 +36,14 @@ class Projections:
         layer: Megatron's ``MLASelfAttention``.
         megatron: layer's Megatron.
         documents: packed documents of the layer's tokens; ``None`` for whole sequences.
+        angles: rotary angles ``[positions, 1, 1, rope]`` that the model passes to its layers, as models of
+            mcore-bridge do; ``None``: the layer computes them.
     """
 
     layer: Any
     megatron: Megatron
     documents: PackRows | None = None
+    angles: Tensor | None = None
 
     def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
         """Return a copy for one forward call, with the documents of ``packed_seq_params`` if it is given.
@@ -144,7 +148,9 @@ class Projections:
             own_part: function that slices the angles of all tokens to the states' tokens; default: all
                 tokens.
         """
-        if self.documents is not None:
+        if self.angles is not None:
+            angles, mscale = self.angles[:length], 1.0
+        elif self.documents is not None:
             angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
         else:
             # 8 context parallel ranks with 4096 tokens each: angles for 32,768 positions.
@@ -251,9 +257,85 @@ class Projections:
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
         """Apply the norm if it is fused into the up-projection, which the absorbed form never calls."""
-        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
-            return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        up_projection = base_of(self.layer.linear_kv_up_proj)
+        if hasattr(up_projection, "layer_norm_weight"):
+            return norm_of_fused_layer(up_projection, latent, self.layer.config)
         return latent
+
+    def up_projection(self, who: str, instead: str) -> Tensor:
+        """Return the weight of the key-value up-projection, for use without calling the layer.
+
+        Args:
+            who: feature that uses the weight, for messages.
+            instead: remedy for messages.
+
+        Returns:
+            Weight ``[heads * (qk_head_dim + value_dim), kv_lora_rank]`` of this rank's heads. With adapters a
+            new tensor, whose gradient reaches both matrices of each.
+
+        Raises:
+            ValueError: the layer has further parameters (a bias, DoRA), an adapter with dropout, or stores
+                its weight in fp8.
+        """
+        weight, products = self._up_weight(who, instead)
+        return _folded(weight, products).flatten(0, 1)
+
+    def up_projections(self, who: str, instead: str) -> tuple[Tensor, Tensor]:
+        """Like :meth:`up_projection`, for key and value apart.
+
+        Returns:
+            Key weight ``[heads, qk_head_dim, kv_lora_rank]`` and value weight ``[heads, value_dim,
+            kv_lora_rank]``, for this rank's heads. With adapters each is a new tensor, so that a caller who
+            needs one of them keeps no more.
+        """
+        weight, products = self._up_weight(who, instead)
+        sizes = [self.layer.config.qk_head_dim, weight.size(1) - self.layer.config.qk_head_dim]
+        key, value = (
+            _folded(part, [replace(each, up=each.up.split(sizes, dim=1)[number]) for each in products])
+            for number, part in enumerate(weight.split(sizes, dim=1))
+        )
+        return key, value
+
+    def _up_weight(self, who: str, instead: str) -> tuple[Tensor, list[_Product]]:
+        """Return the up-projection's own weight by head, and the products that active adapters add to it."""
+        layer = self.layer.linear_kv_up_proj
+        for module in layer.modules():
+            wait_for_weights(module)  # the layer itself is never called
+        base = base_of(layer)
+        # A bias would be ignored, because only `weight` is read.
+        parameters = {name for name, _ in base.named_parameters()}
+        if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
+            raise ValueError(
+                f"{who}: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and "
+                f"only a plain weight is supported; {instead}"
+            )
+        try:
+            adapters = adapters_of(layer)
+        except ValueError as error:
+            raise ValueError(f"{who}: linear_kv_up_proj: {error}, or {instead}") from None
+        matrices = [module.weight for adapter in adapters for module in (adapter.down, adapter.up)]
+        for weight in (base.weight, *matrices):
+            if type(weight) not in (torch.nn.Parameter, Tensor):
+                raise ValueError(
+                    f"{who}: linear_kv_up_proj keeps its weight as {type(weight).__name__}, and only plain "
+                    f"tensors are supported; {instead}, or omit --fp8-param-gather"
+                )
+        # [heads * (qk_head_dim + value_dim), n] -> [heads, qk_head_dim + value_dim, n]
+        heads = (self.layer.num_attention_heads_per_partition, -1)
+        products = [
+            _Product(each.up.weight.unflatten(0, heads), self._whole_down(each), each.scale)
+            for each in adapters
+        ]
+        return base.weight.unflatten(0, heads), products
+
+    def _whole_down(self, adapter: LowRank) -> Tensor:
+        """Return an adapter's matrix A, whose gradient is summed over the heads of all ranks."""
+        down, group = adapter.down.weight, self.tensor_parallel_group()
+        if down.size(0) < adapter.up.weight.size(1):  # ranks split its rows, as in Megatron-Bridge
+            return self._gathered(down)
+        later = self.layer.config.sequence_parallel and getattr(down, "sequence_parallel", False)
+        # Megatron itself sums the gradients of weights that are marked as sequence parallel.
+        return down if group.size() == 1 or later else SumGradients.apply(down, group)
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
         """Call ``derive``; checkpoint it without output if Megatron recomputes ``mla_up_proj``."""
@@ -267,7 +349,7 @@ class Projections:
         return checkpoint.checkpoint(derive, *parts)
 
     def _gathered(self, states: Tensor) -> Tensor:
-        """All-gather the sequence over tensor parallel ranks. Backward reduce-scatters the gradient."""
+        """All-gather the first dimension over tensor parallel ranks; backward reduce-scatters."""
         gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.tensor_parallel_group())  # type: ignore[no-any-return]
 
@@ -282,35 +364,23 @@ class Projections:
         return {} if group is None else {"group": group}
 
 
-def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
-    """Return the weight of a layer's key-value up-projection, for use without calling the layer.
+@dataclass(frozen=True)
+class _Product:
+    """Product ``scale * up @ down``: ``up`` ``[heads, dim, rank]`` by head, ``down`` ``[rank, in]``."""
 
-    Args:
-        attention: ``MLASelfAttention``.
-        who: feature that uses the weight, for the message.
-        instead: remedy for the message.
+    up: Tensor
+    down: Tensor
+    scale: float
 
-    Returns:
-        Weight ``[heads * (qk_head_dim + value_dim), kv_lora_rank]`` of this rank's heads.
 
-    Raises:
-        ValueError: the layer has further parameters (an adapter, a bias), or stores its weight in fp8.
-    """
-    layer = attention.linear_kv_up_proj
-    wait_for_weights(layer)  # the layer itself is never called
-    # An adapter or a bias would be ignored, because only `weight` is read.
-    parameters = {name for name, _ in layer.named_parameters()}
-    if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
-        raise ValueError(
-            f"{who}: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and only a "
-            f"plain weight is supported; {instead} (LoRA on this layer needs that)"
-        )
-    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
-        raise ValueError(
-            f"{who}: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and only plain "
-            f"tensors are supported; {instead}, or omit --fp8-param-gather"
-        )
-    return layer.weight  # type: ignore[no-any-return]
+def _folded(weight: Tensor, products: Sequence[_Product]) -> Tensor:
+    """Return the weight of each head ``[heads, dim, in]`` plus the products, in the weight's dtype."""
+    dtype = weight.dtype
+    for product in products:
+        down = product.down.expand(weight.size(0), -1, -1)
+        # The product is never stored apart, and backward keeps only the two matrices.
+        weight = torch.baddbmm(weight.to(down.dtype), product.up, down, alpha=product.scale)
+    return weight.to(dtype)
 
 
 def derived_by(

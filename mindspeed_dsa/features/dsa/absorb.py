@@ -11,6 +11,7 @@ Imports Megatron only when called, because these functions are loaded while Mega
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
 from mindspeed_dsa.features.dsa.operands import keeps_parts_apart, query_and_key
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection, steps_of
+from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, steps_of
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
@@ -32,22 +33,30 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
     Generation with a cache keeps Megatron's per-head form. On a single context parallel rank, two more cases
     keep the per-head form: training stages with dense attention, where it needs a third of the work, and
-    calls for which :func:`by_head_is_faster` returns True.
+    calls for which :func:`by_head_is_faster` returns True. mcore-bridge's subclass of ``MLASelfAttention``
+    gets the rotary angles from its model.
     """
 
-    def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
-        options = context.options
-        if generates or layer.config.experimental_attention_variant != "dsa":
-            return None
-        projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
-        exchange = key_exchange(layer.core_attention, options, context.megatron, projections.documents)
-        if exchange is not None:
-            return absorbed_query_and_shared_key(projections, hidden_states, exchange)
-        if options.attends_densely or by_head_is_faster(projections, hidden_states, options):
-            return None
-        return absorbed_query_key_value(projections, hidden_states)
+    def get_query_key_value_tensors(
+        self: Any, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
+            options = context.options
+            if generates or layer.config.experimental_attention_variant != "dsa":
+                return None
+            projections = Projections(layer, context.megatron, angles=rotary_pos_emb)
+            projections = projections.on(packed_seq_params, hidden_states)
+            exchange = key_exchange(layer.core_attention, options, context.megatron, projections.documents)
+            if exchange is not None:
+                return absorbed_query_and_shared_key(projections, hidden_states, exchange)
+            if options.attends_densely or by_head_is_faster(projections, hidden_states, options):
+                return None
+            return absorbed_query_key_value(projections, hidden_states)
 
-    return derived_by(original, derive)
+        given = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
+        return derived_by(partial(original, **given), derive)(self, hidden_states, *args, **kwargs)
+
+    return get_query_key_value_tensors
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
@@ -97,7 +106,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         ``[s, b, latent]``.
     """
     attention = projections.layer
-    up_key, up_value = up_projections(attention)
+    up_key, up_value = up_projections(projections)
     steps = steps_of(attention) if projections.documents is None else None
     if steps is not None and (derived := steps.prolog(attention, hidden_states, up_key)) is not None:
         query, key, latent_query, latent = derived
@@ -126,7 +135,7 @@ def absorbed_query_and_shared_key(
     projection. Query and key come from :func:`query_beside_key`.
     """
     # First, because this waits for the layer's gathered weights, which may include the key's norm.
-    up_key, up_value = up_projections(projections.layer)
+    up_key, up_value = up_projections(projections)
     latent, rotary_key = projections.latent_key(hidden_states)
     rows = hidden_states.size(0) * exchange.parts
     key = projections.own_absorbed_key(
@@ -205,19 +214,6 @@ def query_beside_key(
     return query, of_query[0] if started is None else started
 
 
-def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
-    """Split the key-value up-projection's weight into key and value weights, per head.
-
-    Returns:
-        Key weight ``[heads, qk_head_dim, latent]`` and value weight ``[heads, value_dim, latent]``, for this
-        rank's heads.
-
-    Raises:
-        ValueError: the projection has parameters besides its weight (adapter, bias), or stores it in fp8.
-    """
-    config = attention.config
-    weight = plain_up_projection(attention, "dsa-absorb", "add --no-use-dsa-absorb")
-    # [heads * (qk_head_dim + value_dim), latent] -> [heads, qk_head_dim + value_dim, latent]
-    by_head = weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
-    up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
-    return up_key, up_value
+def up_projections(projections: Projections) -> tuple[Tensor, Tensor]:
+    """Return the up-projections of key and value; see :meth:`.Projections.up_projections`."""
+    return projections.up_projections("dsa-absorb", "add --no-use-dsa-absorb")

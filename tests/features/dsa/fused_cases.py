@@ -267,7 +267,7 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
 
 
 def with_an_adapter() -> None:
-    """Add a LoRA-like adapter to the up-projection, which absorption would take apart."""
+    """Add a parameter to the up-projection, which absorption would leave out."""
     job.start({"use_fused_dsa": True})
     model = job.gpt_model(job.config())
     layer = model.decoder.layers[0].self_attention.linear_kv_up_proj

@@ -34,7 +34,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
     Ring,
     ring_attention,
 )
-from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
+from mindspeed_dsa.megatron.mla_projections import Projections, derived_by
 from mindspeed_dsa.ops.dense_attention import takes_parts
 from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.patches.errors import SettingsError
@@ -296,9 +296,7 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
     latent, rotary_key = projections.latent_key(hidden_states)
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
     rotate = projections.rotation(rotary_key.size(0))
-    weight = plain_up_projection(
-        projections.layer, "dense-context-parallel", "use Transformer Engine's attention"
-    )
+    weight = projections.up_projection("dense-context-parallel", "use Transformer Engine's attention")
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor]:
         # [s, b, heads, qk_head_dim], [s, b, heads, rope]

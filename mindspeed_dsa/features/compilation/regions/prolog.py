@@ -18,6 +18,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.compilation.regions import latent_math
 from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
+from mindspeed_dsa.megatron.adapters import base_of
 from mindspeed_dsa.megatron.inlinable import NO_NORM, Linear, linear_of, norm_of
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 from mindspeed_dsa.megatron.mla_projections import CompiledSteps, derived_by, offer
@@ -130,8 +131,8 @@ class _Layer:
             return "it does not know the norms of latents"
         # A complete down-projection has 512 + 64 rows; fewer rows mean that ranks split it.
         wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        if layer.linear_kv_down_proj.weight.size(0) != wide or (
-            self.query_down is not None and self.query_down.weight.size(0) != config.q_lora_rank
+        if base_of(layer.linear_kv_down_proj).weight.size(0) != wide or (
+            self.query_down is not None and base_of(self.query_down).weight.size(0) != config.q_lora_rank
         ):
             return "its down-projections are split over tensor parallel ranks"
         edges = self.down.key is None or (self.query_down is not None and self.down.query is None)
@@ -244,8 +245,9 @@ def _absorbed(
     latent_query, latent, rotary_key = layer.latents(regions, hidden)
     latent_query = hidden if latent_query is None else latent_query
     normed = latent
-    if hasattr(module.linear_kv_up_proj, "layer_norm_weight"):
-        normed = norm_of_fused_layer(module.linear_kv_up_proj, latent, config)
+    up_projection = base_of(module.linear_kv_up_proj)
+    if hasattr(up_projection, "layer_norm_weight"):
+        normed = norm_of_fused_layer(up_projection, latent, config)
     rotary_key, whole_latent = layer.whole_rotary_key(rotary_key), layer.gathered(normed)
     cos, sin = _tables.of(module, rotary_key, rotary_key.size(0))
     region = regions.of(f"{PROLOG} in absorbed form, heads", latent_math.absorbed, rows=3)

@@ -25,6 +25,7 @@ from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.job import problems_of
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.operands import query_and_key
+from mindspeed_dsa.megatron.adapters import base_of
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
@@ -96,7 +97,7 @@ def _derive(
     )
     # First, because this waits for the layer's gathered weights, which may include the key's norm.
     keeps_heads = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
-    up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
+    up = up_projections(projections) if options.dsa.absorb and not keeps_heads else None
     started = None
     if exchange is not None and up is not None:
         started = _start_with_key(projections, latent, rotary_key, hidden_states, exchange)
@@ -175,7 +176,8 @@ def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor) -> N
         # The indexer does not train the model: no gradient for the norm.
         with torch.no_grad():
             latent_query = attention.q_layernorm(latent_query)
-            if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
-                wait_for_weights(attention.linear_q_up_proj)  # not gathered yet: it is called later
-                latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, config)
+            up_projection = base_of(attention.linear_q_up_proj)
+            if hasattr(up_projection, "layer_norm_weight"):
+                wait_for_weights(up_projection)  # not gathered yet: it is called later
+                latent_query = norm_of_fused_layer(up_projection, latent_query, config)
     attention.core_attention.hand_over(hidden_states, latent_query)
