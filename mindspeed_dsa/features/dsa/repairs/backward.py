@@ -8,14 +8,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
+from mindspeed_dsa.megatron.adapters import base_of, matrices_of
 from mindspeed_dsa.megatron.indexer_loss import weighing_loss
-from mindspeed_dsa.megatron.mla_projections import SumGradients
+from mindspeed_dsa.megatron.mla_projections import Projections, SumGradients
 
 # -- core-attention-recompute: recompute the indexer as well --------------------------------
 
@@ -78,6 +80,47 @@ def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable
     return __init__
 
 
+def reduce_adapters(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``DistributedDataParallel.__init__`` to reduce gradients of indexers' adapters, too.
+
+    Adapters are added to a finished model, after its indexers have marked their weights.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
+        for indexer in self.modules():
+            if isinstance(indexer, dsa.DSAIndexer):
+                for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
+                    _reduce_like_base(name, getattr(indexer, name))
+
+    return __init__
+
+
+def _reduce_like_base(name: str, layer: Any) -> None:
+    """Copy the marks of a replicated layer's weight to adapters that are replicated, too.
+
+    Raises:
+        ValueError: tensor parallel ranks split an adapter, and each applies it to tokens of its own.
+    """
+    weight = base_of(layer).weight
+    marks = {mark: getattr(weight, mark, False) for mark in _MARKS}
+    for down, up in matrices_of(layer):
+        if down.weight.size(0) == up.weight.size(1) and up.weight.size(0) == weight.size(0):
+            for parameter in (*down.parameters(), *up.parameters()):
+                vars(parameter).update(marks)
+        elif marks["sequence_parallel"] and not marks["average_gradients_across_tp_domain"]:
+            raise ValueError(
+                f"dsa-repairs: tensor parallel ranks split the adapter of the indexer's {name}, and under "
+                "context parallelism each applies it to tokens of its own; leave it out of the adapter's "
+                "target modules, or use adapters that are replicated (mcore-bridge, ms-swift)"
+            )
+
+
+_MARKS = ("average_gradients_across_tp_domain", "sequence_parallel")
+"""Attributes of parameters by which Megatron reduces gradients over tensor parallel ranks."""
+
+
 def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.__init__`` to sum the rotary key's gradient over tensor parallel ranks.
 
@@ -98,7 +141,16 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
             return
         mappings = context.megatron("core.tensor_parallel.mappings")
 
+        attention = ref(self)
+
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
+            layer: Any = attention()
+            if layer.linear_kv_down_proj is not module:
+                raise ValueError(
+                    "dsa-repairs: linear_kv_down_proj has an adapter, whose part of the rotary key's "
+                    "gradient no tensor parallel rank would sum; add --sequence-parallel, or leave "
+                    "linear_kv_down_proj out of the adapter's target modules"
+                )
             # [s, b, kv_lora_rank + qk_pos_emb_head_dim]. Split projections return a slice of the last
             # dimension for the whole sequence, replicated ones the full dimension for a shard of the
             # sequence.
@@ -116,6 +168,21 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
         self.linear_kv_down_proj.register_forward_hook(sum_in_backward)
 
     return __init__
+
+
+# -- absorbed-adapters: weights that are read, not called ------------------------------------------
+
+
+def fold_adapters(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``AbsorbedMLASelfAttention._get_kv_up_weights`` to include adapters of the up-projection."""
+
+    def _get_kv_up_weights(self: Any) -> tuple[Tensor, Tensor]:
+        if base_of(self.linear_kv_up_proj) is self.linear_kv_up_proj:
+            return original(self)  # type: ignore[no-any-return]
+        remedy = "leave linear_kv_up_proj out of the adapter's target modules"
+        return Projections(self, context.megatron).up_projections("dsa-repairs", remedy)
+
+    return _get_kv_up_weights
 
 
 # -- padded-buckets: offsets in the saved optimizer state -----------------------------------------

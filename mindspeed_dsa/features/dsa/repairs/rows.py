@@ -321,6 +321,13 @@ INDEXER_TP_GRADS = Repair(
             "every rank computes the indexer's full gradient, and sequence parallelism sums these copies",
             versions=OWN_LOOP,
         ),
+        Patch(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            "wrap",
+            f"{_HERE}.backward:reduce_adapters",
+            "adapters (LoRA) of an indexer lack the marks by which its weights' gradients are reduced",
+            versions=_ANY,
+        ),
     ),
 )
 
@@ -335,6 +342,24 @@ ROTARY_KEY_TP_GRADS = Repair(
             f"{_HERE}.backward:sum_rotary_key_gradients",
             "each rank keeps the rotary key's gradient of its own heads only, and the copies drift apart",
             versions=OWN_LOOP,
+        ),
+    ),
+)
+
+# -- adapters (LoRA) -------------------------------------------------------------------------------
+
+ABSORBED_ADAPTERS = Repair(
+    "absorbed-adapters",
+    "absorbed MLA reads the weight of the key-value up-projection, without an adapter on it",
+    "LoRA on `linear_kv_up_proj` has no effect and no gradient (PEFT), or fails (Megatron-Bridge)",
+    patches=(
+        Patch(
+            "megatron.core.transformer.experimental_attention_variant.absorbed_mla:"
+            "AbsorbedMLASelfAttention._get_kv_up_weights",
+            "wrap",
+            f"{_HERE}.backward:fold_adapters",
+            "Megatron's absorbed MLA leaves out adapters (LoRA) of the up-projection",
+            versions=KERNELS,
         ),
     ),
 )
@@ -368,5 +393,6 @@ REPAIRS = (
     CORE_ATTENTION_RECOMPUTE,
     INDEXER_TP_GRADS,
     ROTARY_KEY_TP_GRADS,
+    ABSORBED_ADAPTERS,
     PADDED_BUCKETS,
 )
