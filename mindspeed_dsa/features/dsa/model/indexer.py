@@ -19,6 +19,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.dsa.index_projection import projection_of
 from mindspeed_dsa.features.dsa.model.feature import Options
+from mindspeed_dsa.megatron.adapters import base_of
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, norm_of_fused_layer
 
 # -- rotary embedding --------------------------------------------------------------------------
@@ -79,7 +80,8 @@ def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
-        config, up_projection = self.config, getattr(self, "linear_q_up_proj", None)
+        config = self.config
+        up_projection = base_of(self.linear_q_up_proj) if config.q_lora_rank is not None else None
         wanted = config.experimental_attention_variant == "dsa" and config.dsa_indexer_normalised_query
         # Without a fused norm, the latent query was normalised before, or the model has no norm.
         if wanted and hasattr(up_projection, "layer_norm_weight"):
