@@ -42,6 +42,8 @@ class Call:
         exchange: key exchange of the layer; None without context parallelism.
         keys: number of keys of each sequence, over all context parallel ranks.
         earlier: number of tokens at the start of ``x`` and ``key`` that are not queries in this call.
+        of_indexer: further argument of the indexer's projection. mcore-bridge's is a pair, with the rotary
+            angles of its model; Megatron's is None.
     """
 
     layer: Any
@@ -57,6 +59,7 @@ class Call:
     exchange: KeyExchange | None
     keys: int
     earlier: int
+    of_indexer: tuple[Any, Tensor] | None = None
 
 
 def call_of(
@@ -81,13 +84,16 @@ def call_of(
         qr: latent queries.
         options: options that choose the parts of DSA that run on our operators.
         megatron: Megatron that the layer belongs to.
-        packed_seq_params: Megatron's description of documents; None for whole sequences.
+        packed_seq_params: Megatron's description of documents; None for whole sequences. From mcore-bridge's
+            attention, a pair of it and the rotary angles.
 
     Raises:
         ValueError: the number of keys does not match the queries of all context parallel ranks. Or keys are
             per head under context parallelism (in generation), which the key exchange does not support.
     """
     groups, rows, keys = groups_of(layer), query.shape[0], key.shape[0]
+    of_indexer = packed_seq_params if isinstance(packed_seq_params, tuple) else None
+    packed_seq_params = packed_seq_params if of_indexer is None else of_indexer[0]
     documents = None if packed_seq_params is None else PackRows.of(packed_seq_params, rows, groups.cp)
     exchange = key_exchange(layer, options, megatron, documents)
     ranks = 1 if exchange is None else exchange.ranks
@@ -123,4 +129,5 @@ def call_of(
         exchange=exchange,
         keys=keys if exchange is None else rows * ranks,
         earlier=earlier,
+        of_indexer=of_indexer,
     )

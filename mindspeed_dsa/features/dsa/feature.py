@@ -275,5 +275,15 @@ ABSORBED = Feature(
             priority=-100,
             in_place_of="layers with DSA",
         ),
+        Patch(
+            "mcore_bridge.model.modules.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}.absorb:absorb_latent",
+            "mcore-bridge (ms-swift) overrides Megatron's method, and passes it the rotary angles",
+            params=("hidden_states", "packed_seq_params", "inference_context", "rotary_pos_emb"),
+            required=False,
+            priority=-100,
+            in_place_of="layers with DSA",
+        ),
     ),
 )

@@ -113,7 +113,7 @@ def start_index(call: Call) -> IndexUnderWay:
     angles = None if call.documents is None else call.documents.angles(indexer.rotary_pos_emb)[0]
     if hasattr(indexer, "forward_before_topk"):
         with projecting(indexer, angles):
-            query, key, weights = indexer.forward_before_topk(*inputs, None)
+            query, key, weights = indexer.forward_before_topk(*inputs, call.of_indexer)
         use_relu = indexer.config.dsa_indexer_scoring_relu
         projected = IndexInputs.from_megatron(query, key, weights, use_relu)
     else:

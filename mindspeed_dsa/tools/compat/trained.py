@@ -60,7 +60,9 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
         return Verdict("not supported", f"it needs Megatron-core {required}")
     patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
     inside = [patch for patch in patches if not versions.outside(patch, lambda package: version)]
-    if patches and not inside and len(patches) == len(feature.patches):
+    # Optional patches of other packages serve models that these packages build on Megatron.
+    elsewhere = any(patch.required for patch in feature.patches if patch not in patches)
+    if patches and not inside and not elsewhere:
         # The release is above the range of some patch, so it has the change itself.
         if not all(_is_below(version, patch.versions) for patch in patches):
             return Verdict("not needed")

@@ -100,7 +100,9 @@ def settle_fields(original: Callable[..., None], context: Context[Options]) -> C
     """Decorate ``TransformerConfig.__post_init__`` to apply settings to subclasses with own ``__init__``."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        # A subclass that was defined before the fields were added has only its base's fields.
+        bases = (vars(each).get("__dataclass_fields__", {}) for each in reversed(type(self).__mro__))
+        defaults = {name: field.default for fields in bases for name, field in fields.items()}
         settings = {}
         if uses_dsa(self):
             settings = {name: setting.value for name, setting in context.options.chosen.items()}
