@@ -185,6 +185,20 @@ def frozen_indexer(switches: Mapping[str, Any]) -> dict[str, Any]:
     return {"trained": [n for n, p in model.named_parameters() if p.grad is not None], "graphs": graphs}
 
 
+def latent_queries_of_indexer() -> list[Tensor]:
+    """Return the indexer's latent query without and with an adapter of zeros on the query's up-projection."""
+    job.start({"use_fused_dsa": True})
+    model = job.gpt_model(job.config(dsa_indexer_normalised_query=True))
+    attention, seen = model.decoder.layers[0].self_attention, []
+    attention.core_attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["qr"].detach()), with_kwargs=True
+    )
+    job.per_token_loss(model, job.samples(1))
+    attention.linear_q_up_proj = PeftLayer(attention.linear_q_up_proj)
+    job.per_token_loss(model, job.samples(1))
+    return seen
+
+
 def _attention() -> tuple[Any, Any]:
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.megatron.mla_projections import Projections

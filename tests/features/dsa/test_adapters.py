@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.features.dsa.adapter_cases import DOWN, INDEXER, UP
 from tests.support.model import WITHOUT_EXPERTS, assert_same_gradients, losses_of, put_together
@@ -51,6 +52,11 @@ def test_the_weight_includes_active_adapters_only(pool):
         assert from_layer < 1e-5, state
         assert (from_base == 0) == ("disabled" in state or "merged" in state), state
     assert len(differences) == 7
+
+
+def test_an_adapter_does_not_hide_the_norm_of_the_latent_query(pool):
+    ((plain, adapted),) = pool.run(f"{CASES}:latent_queries_of_indexer", 1)
+    assert torch.equal(plain, adapted)
 
 
 def test_absorbed_attention_of_megatron_reads_adapters(pool):
