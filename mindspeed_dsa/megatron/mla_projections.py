@@ -330,7 +330,8 @@ class Projections:
 
     def _whole_down(self, adapter: LowRank) -> Tensor:
         """Return an adapter's matrix A, whose gradient is summed over the heads of all ranks."""
-        down, group = adapter.down.weight, self.tensor_parallel_group()
+        down: Tensor = adapter.down.weight
+        group = self.tensor_parallel_group()
         if down.size(0) < adapter.up.weight.size(1):  # ranks split its rows, as in Megatron-Bridge
             return self._gathered(down)
         later = self.layer.config.sequence_parallel and getattr(down, "sequence_parallel", False)
