@@ -42,7 +42,8 @@ TOTALS = {
     # 450 more: a vocabulary divided among context parallel ranks.
     # 350 more: context parallel ranks of TorchTitan, with documents and strategies of a job.
     # 350 more: adapters (LoRA) beside absorbed attention, with both packages' structures.
-    "lines": 100_400,
+    # 500 more: sinks, windows beside a selection, keys of pools, shared key heads, and layouts of indexers.
+    "lines": 100_900,
     # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
     # --cp-shard-vocabulary, which saves memory of weights for more transfers.
     "flags": 116,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.precision import wide
+
 _enabled = False
 
 
@@ -66,6 +68,20 @@ def check_float(operator: str, **tensors: Tensor) -> None:
             f"{name} ({tensor.dtype} on {tensor.device}) must have the dtype and device of "
             f"{first_name} ({first.dtype} on {first.device}); convert one of them",
         )
+
+
+def checked_sink(operator: str, sink: Tensor | None, query: Tensor) -> Tensor | None:
+    """Raise unless a sink is ``[heads]`` on the query's device, and return it in the dtype of the scores."""
+    if sink is None:
+        return None
+    heads = query.shape[2]
+    check_shape(operator, "sink", sink, (heads,), f"[{heads}], one logit per head")
+    require(
+        sink.is_floating_point() and sink.device == query.device,
+        operator,
+        f"sink must be floating point on {query.device}, got {sink.dtype} on {sink.device}",
+    )
+    return sink.to(wide(query.dtype))
 
 
 def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> None:

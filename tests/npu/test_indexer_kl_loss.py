@@ -145,7 +145,7 @@ def test_rows_that_see_more_than_topk(npu_kernels, lengths):
 
 
 @pytest.mark.parametrize(
-    "why", ["row_mask", "lse", "attention_sum", "heads", "rows", "relu", "deterministic"]
+    "why", ["row_mask", "lse", "attention_sum", "heads", "rows", "relu", "sink", "deterministic"]
 )
 def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, caplog, why):
     inputs = indexer_leaves(2, 40)
@@ -153,11 +153,16 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
     indices = causal_indices(2, 40, 40, 40)
     if why == "rows":
         indices[:, 7] = -1
+    sink = torch.linspace(-2, 3, 64) if why == "sink" else None
     attention = sparse_flash_attention(
-        query.float(), key.float(), indices, SCALE, value_dim=512, return_attention_sum=True, backend="cpu"
+        *(query.float(), key.float(), indices, SCALE),
+        value_dim=512,
+        sink=sink,
+        return_attention_sum=True,
+        backend="cpu",
     )
     row_mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.7
-    options = {"row_mask": row_mask} if why == "row_mask" else {}
+    options = {"row_mask": row_mask} if why == "row_mask" else {"sink": sink}
     if why == "relu":
         options["use_relu"] = False
     statistics = (
@@ -191,6 +196,7 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
         "heads": "takes 64 or 128 heads",
         "rows": "some row lists another number of keys",
         "relu": "always clamps",
+        "sink": "has no sink",
         "deterministic": "no fixed order",
     }
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

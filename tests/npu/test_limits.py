@@ -183,6 +183,7 @@ CALLS = {
         "up to 256 sequences",
     ),
     "row-mask": (dense_call, {"row_mask": torch.ones(1, 40, dtype=torch.bool)}, "row_mask must be None"),
+    "dense-sink": (dense_call, {"sink": torch.zeros(32)}, "npu_dense_.*has no sink"),
     "dense-heads": (dense_call, {"heads": 16}, "32, 64 or 128 heads, counted over all"),
     "dense-dtypes": (dense_call, {"index_dtype": torch.float16}, "one of them for all inputs"),
     "dense-no-relu": (dense_call, {"use_relu": False}, "use_relu=True"),

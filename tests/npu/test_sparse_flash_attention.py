@@ -21,15 +21,15 @@ def attention_inputs(batch, rows, keys, heads, dtype=torch.bfloat16):
     return query.requires_grad_(), key_value.requires_grad_()
 
 
-def check(calls, query, key_value, indices, layout, queries):
-    wide = [x.detach().float().requires_grad_() for x in (query, key_value)]
+def check(calls, query, key_value, indices, layout, queries, sink=None):
+    leaves = [x for x in (query, key_value, sink) if x is not None]
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    options = {"value_dim": 512, "return_attention_sum": True}
     # The CPU backend forms no [rows, topk, dim], and is tested against the oracle elsewhere.
     expected = sparse_flash_attention(
-        *wide, indices, SCALE, value_dim=512, return_attention_sum=True, backend="cpu"
+        *wide[:2], indices, SCALE, sink=wide[2] if wide[2:] else None, backend="cpu", **options
     )
-    result = sparse_flash_attention(
-        query, key_value, indices, SCALE, value_dim=512, return_attention_sum=True, backend="npu"
-    )
+    result = sparse_flash_attention(query, key_value, indices, SCALE, sink=sink, backend="npu", **options)
     assert result.out.dtype == query.dtype
     assert result.lse.dtype == torch.float32
     assert oracle.relative_error(result.out.detach(), expected.out.detach()) < 8e-3
@@ -37,10 +37,10 @@ def check(calls, query, key_value, indices, layout, queries):
     assert oracle.relative_error(result.attention_sum, expected.attention_sum) < 1e-5
 
     factors = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    grads = torch.autograd.grad(result.out, (query, key_value), factors)
+    grads = torch.autograd.grad(result.out, leaves, factors)
     expected_grads = torch.autograd.grad(expected.out, wide, factors.float())
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert grad.dtype == query.dtype
+    for grad, expected_grad, leaf in zip(grads, expected_grads, leaves, strict=True):
+        assert grad.dtype == leaf.dtype
         assert oracle.relative_error(grad, expected_grad) < 1e-2
     assert calls == [
         Call("npu_sparse_flash_attention", layout, queries),
@@ -54,6 +54,14 @@ def test_causal_rows(npu_kernels, dtype, heads):
     """topk equals the number of keys, which is padded to the operators' next width."""
     query, key_value = attention_inputs(2, 40, 40, heads, dtype)
     check(npu_kernels, query, key_value, causal_indices(2, 40, 40, 40), "BSND", (40, 40))
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 1, 24)], ids=["BSND", "TND"])
+def test_sinks_are_put_into_the_operators_statistics(npu_kernels, lengths):
+    query, key_value = attention_inputs(1, 45, 45, 8)
+    indices = causal_indices(1, 45, 45, 45) if lengths is None else packed_indices(lengths, 45)[None]
+    sink = torch.linspace(-2, 3, 8).requires_grad_()
+    check(npu_kernels, query, key_value, indices, "TND" if lengths else "BSND", lengths or (45,), sink)
 
 
 def test_more_keys_than_rows(npu_kernels):

@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention import SparseAttentionOutput, sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 
-INTERFACE = (1, 2)
+INTERFACE = (1, 3)
 """Major and minor number of this interface."""
 
 __all__ = [

@@ -7,10 +7,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.ops.checks import check_float, check_shape, require
+from mindspeed_dsa.ops.checks import check_float, check_shape, checked_sink, require
 from mindspeed_dsa.ops.compiled import outside_graphs
+from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
 from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
@@ -23,6 +25,7 @@ from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import add_sink, sink_gradient
 
 OPERATOR = "deepseek_sparse_attention"
 
@@ -60,6 +63,7 @@ def deepseek_sparse_attention(
     topk: int,
     softmax_scale: float,
     value_dim: int | None = None,
+    sink: Tensor | None = None,
     stage: Stage = "sparse",
     with_loss: bool = False,
     selected: IndexerOutput | None = None,
@@ -98,6 +102,7 @@ def deepseek_sparse_attention(
         topk: number of keys to select per query, at least 1.
         softmax_scale: factor of the attention's scores.
         value_dim: size of the leading part of an absorbed key that is its value; None for keys by head.
+        sink: ``[heads]`` learnable logits in the denominator of the softmax; differentiable.
         stage: training stage, see :data:`Stage`.
         with_loss: whether to compute the indexer's loss. Without it the indexer gets no gradient.
         selected: previous selection to reuse, with its scores if there is a loss: the indexer's output for
@@ -195,7 +200,7 @@ def deepseek_sparse_attention(
             )
         index = index_query, index_key, index_weights
     if dense:
-        out = attend_to_visible(query, key, value, softmax_scale, ranges, value_dim, backend)
+        out = attend_to_visible(query, key, value, softmax_scale, ranges, value_dim, sink, backend)
         if not with_loss:
             return DSAOutput(out, None, None)
         loss = dense_indexer_kl_loss(
@@ -205,6 +210,7 @@ def deepseek_sparse_attention(
             query.detach(),
             key.detach(),
             softmax_scale,
+            sink=sink,
             **row_options,
             **loss_options,
         )
@@ -229,6 +235,7 @@ def deepseek_sparse_attention(
         selected.topk_indices,
         softmax_scale,
         value_dim,
+        sink=sink,
         form=form,
         with_sum=with_sum,
         backend=backend,
@@ -249,6 +256,7 @@ def deepseek_sparse_attention(
         key.detach() if absorbed else key.detach()[:, :, 0],
         selected.topk_indices,
         softmax_scale,
+        sink=sink,
         lse=lse,
         topk_scores=selected.topk_scores,
         attention_sum=attention_sum,
@@ -271,6 +279,7 @@ def attend_to_selected(
     softmax_scale: float,
     value_dim: int | None = None,
     *,
+    sink: Tensor | None = None,
     form: RowForm | None = None,
     with_sum: bool = False,
     backend: str = "auto",
@@ -289,13 +298,21 @@ def attend_to_selected(
             topk_indices,
             softmax_scale,
             value_dim=value_dim,
+            sink=sink,
             return_attention_sum=with_sum,
             form=form,
             backend=backend,
         )
         return attended.out, attended.attention_sum, attended.lse
     out, attention_sum = sparse_attention_by_head(
-        query, key, value, topk_indices, softmax_scale, return_attention_sum=with_sum, backend=backend
+        query,
+        key,
+        value,
+        topk_indices,
+        softmax_scale,
+        sink=sink,
+        return_attention_sum=with_sum,
+        backend=backend,
     )
     return out, attention_sum, None
 
@@ -307,6 +324,7 @@ def attend_to_visible(
     softmax_scale: float,
     ranges: Ranges,
     value_dim: int | None = None,
+    sink: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attend to all visible keys; arguments as for :func:`deepseek_sparse_attention`.
@@ -314,7 +332,8 @@ def attend_to_visible(
     Causal queries use ``scaled_dot_product_attention``, and packed documents use it once per document. To
     find documents, the ranges are read on the host. Other ranges, such as windows, use the sparse operator
     with a list of all visible keys. So do absorbed heads on accelerators, because dense kernels do not
-    support heads this wide.
+    support heads this wide. With a sink, causal queries use the operator of dense attention, and all others
+    the sparse one.
 
     Returns:
         Output, ``[batch, rows, heads, value_dim]``.
@@ -322,11 +341,15 @@ def attend_to_visible(
     if value is None:
         assert value_dim is not None, "checked by the caller"
         if query.device.type != "cpu":
-            return _attend_to_listed(query, key, None, softmax_scale, ranges, value_dim, backend)
+            return _attend_to_listed(query, key, None, softmax_scale, ranges, value_dim, sink, backend)
         # The whole key serves as value: a narrower value would be padded, per head, to the width of the key.
         heads = key[:, :, None].expand(-1, -1, query.shape[2], -1)  # [batch, keys, heads, dim], a view
-        out = attend_to_visible(query, heads, heads, softmax_scale, ranges, backend=backend)
+        out = attend_to_visible(query, heads, heads, softmax_scale, ranges, sink=sink, backend=backend)
         return out[..., :value_dim]
+    if ranges.plain_causal and sink is not None:
+        sink = checked_sink(OPERATOR, sink, query)
+        causal: Tensor = _CausalWithSink.apply(query, key, value, sink, softmax_scale)
+        return causal
     if ranges.plain_causal:
         # scaled_dot_product_attention's fused kernels require values as wide as keys.
         padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))  # [batch, keys, heads, dim]
@@ -338,8 +361,8 @@ def attend_to_visible(
             scale=softmax_scale,
         )
         return out.transpose(1, 2)[..., : value.shape[-1]]  # [batch, rows, heads, value_dim]
-    if not query.numel() or not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
-        return _attend_to_listed(query, key, value, softmax_scale, ranges, None, backend)
+    if sink is not None or not query.numel() or not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
+        return _attend_to_listed(query, key, value, softmax_scale, ranges, None, sink, backend)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [rows or keys, batch, heads, dim]
     outputs = [
         attend_by_documents(
@@ -348,6 +371,31 @@ def attend_to_visible(
         for b, bounds in enumerate(zip(ranges.starts, ranges.ends, strict=True))
     ]
     return torch.cat(outputs, dim=1).transpose(0, 1)  # [batch, rows, heads, value_dim]
+
+
+class _CausalWithSink(torch.autograd.Function):
+    """Dense causal attention with a sink: the sink's share is taken from output and log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, softmax_scale: float
+    ) -> Tensor:
+        out, lse = dense_attention(query, key, value, softmax_scale, causal=True)
+        lse = add_sink(sink, lse, out)
+        ctx.softmax_scale = softmax_scale
+        ctx.save_for_backward(query, key, value, sink, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        query, key, value, sink, out, lse = ctx.saved_tensors
+        grad_out = grad_out.contiguous()  # the operator needs a contiguous last axis
+        gradients = dense_attention_backward(
+            grad_out, query, key, value, out, lse, ctx.softmax_scale, causal=True
+        )
+        of_sink = sink_gradient(sink, grad_out, out, lse)
+        return *(x.to(query.dtype) for x in gradients), of_sink, None
 
 
 def _are_documents(starts: Tensor, ends: Tensor) -> bool:
@@ -372,6 +420,7 @@ def _attend_to_listed(
     softmax_scale: float,
     ranges: Ranges,
     value_dim: int | None,
+    sink: Tensor | None,
     backend: str,
 ) -> Tensor:
     """List every query's visible keys, padded to the longest range, and attend with the sparse operator."""
@@ -381,5 +430,5 @@ def _attend_to_listed(
     position = torch.arange(longest, dtype=torch.int32, device=key.device) + starts
     visible = position.where(position < ends, -1)
     return attend_to_selected(
-        query, key, value, visible, softmax_scale, value_dim, form=ranges.form, backend=backend
+        query, key, value, visible, softmax_scale, value_dim, sink=sink, form=ranges.form, backend=backend
     )[0]

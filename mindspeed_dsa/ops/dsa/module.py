@@ -166,8 +166,8 @@ class DeepSeekSparseAttention(nn.Module):
             angles: angles of the indexer's rotary embedding, see :meth:`Indexer.forward`.
             with_loss: whether to compute the loss; by default in training, if a parameter of the indexer
                 requires a gradient.
-            **rows: further arguments of :func:`deepseek_sparse_attention`: ``starts``, ``ends``, ``form``,
-                ``cu_seqlens``, ``row_mask``, ``reduction`` and ``tp_group``.
+            **rows: further arguments of :func:`deepseek_sparse_attention`: ``sink``, ``starts``, ``ends``,
+                ``form``, ``cu_seqlens``, ``row_mask``, ``reduction`` and ``tp_group``.
 
         Returns:
             :class:`DSAOutput`.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
-from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key, require
+from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, checked_sink, names_key, require
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
@@ -57,6 +57,7 @@ def indexer_kl_loss(
     topk_indices: Tensor,
     softmax_scale: float,
     *,
+    sink: Tensor | None = None,
     lse: Tensor | None = None,
     topk_scores: Tensor | None = None,
     attention_sum: Tensor | None = None,
@@ -88,6 +89,7 @@ def indexer_kl_loss(
             without a key contributes nothing. Any other entry outside ``[0, key_length)`` is treated like -1,
             and is an error with debug checks on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         softmax_scale: factor of the main attention's scores.
+        sink: ``[heads]`` logits of the main attention, if it has them; gets no gradient.
         lse: ``[batch, query_length, heads]`` log-sum-exp from the attention over the same keys; saves a pass.
         topk_scores: index scores at ``topk_indices``, differentiable, as the indexer returned them; saves
             their recomputation. The gradient then flows through them. With a backend that has one operator
@@ -135,6 +137,7 @@ def indexer_kl_loss(
     # scores, so if only the scores need a gradient, the other path is taken.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
     attention = AttentionCall(query, key, topk_indices, softmax_scale, whole.shape[3], query_rope, key_rope)
+    attention = replace(attention, sink=_sink_of(sink, query))
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
         index = IndexerCall(index_query, index_key, index_weights, use_relu)
         call = SparseCall(index, attention, lse, row_mask, tp_group)
@@ -170,6 +173,11 @@ def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
     rows = tuple(latent.shape[:-1])
     check_shape(OPERATOR, name, rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
     return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])  # [..., dim + rope], a view
+
+
+def _sink_of(sink: Tensor | None, query: Tensor) -> Tensor | None:
+    sink = checked_sink(OPERATOR, sink, query)
+    return None if sink is None else sink.detach()
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
@@ -294,6 +302,7 @@ def dense_indexer_kl_loss(
     key: Tensor,
     softmax_scale: float,
     *,
+    sink: Tensor | None = None,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     row_mask: Tensor | None = None,
@@ -320,6 +329,7 @@ def dense_indexer_kl_loss(
             ``[batch, key_length, heads, dim]``. For DeepSeek-V3.2 the latter has 192 instead of 576
             dimensions, a third of the work.
         softmax_scale: factor of the main attention's scores.
+        sink: ``[heads]`` logits of the main attention, if it has them; gets no gradient.
         starts: first visible key of each query, as in :func:`mindspeed_dsa.ops.lightning_indexer`.
         ends: one past the last visible key of each query.
         row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
@@ -351,7 +361,8 @@ def dense_indexer_kl_loss(
     like = index_query.new_empty(0, dtype=wide(index_query.dtype))
     row_weights = row_weights_of(rows, row_mask, reduction, like)
     index = IndexerCall(index_query, index_key, index_weights, use_relu)
-    call = DenseCall(index, query.detach(), key.detach(), softmax_scale, ranges, row_weights, tp_group)
+    main = query.detach(), key.detach(), softmax_scale, ranges, row_weights, tp_group, _sink_of(sink, query)
+    call = DenseCall(index, *main)
     planned = implementation.plan_dense(call, row_mask)
     implementation, planned = plan(OPERATOR, backend, implementation, planned)
     count_call(OPERATOR, implementation)

@@ -17,6 +17,7 @@ from mindspeed_dsa.ops.chunks import scratch_product
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype, wide
 from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum as attention_sum
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import softmax
 
 # Bytes for the scores of a chunk in the dense form. It must not depend on the machine: with tensor
 # parallelism every rank must cut its rows at the same places.
@@ -96,7 +97,7 @@ def dense_loss_and_gradients(
         for first in range(0, query_length, rows):
             place = (b, slice(first, first + rows))
             seen = (position >= starts[place][:, None]) & (position < ends[place][:, None])  # [rows, keys]
-            target = _target(query[place].to(dtype) * softmax_scale, main_key, seen)
+            target = _target(query[place].to(dtype) * softmax_scale, main_key, seen, call.sink)
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
             q, w = index_query[place].to(dtype), index_weights[place].to(dtype)
@@ -124,18 +125,19 @@ def dense_loss_and_gradients(
     return loss.to(wide(index_query.dtype)), gradients
 
 
-def _target(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
+def _target(query: Tensor, key: Tensor, seen: Tensor, sink: Tensor | None) -> Tensor:
     """Return the probabilities over the visible keys, summed over heads: ``[rows, keys]``, zero elsewhere.
 
     Args:
         query: ``[rows, heads, dim]``, scaled.
         key: ``[keys, dim]`` or ``[keys, heads, dim]``.
         seen: ``[rows, keys]`` bool.
+        sink: ``[heads]``, or None.
     """
     if key.dim() == 2:
         scores = scratch_product(query, key.t())  # [rows, heads, keys]
     else:
         # [heads, rows, dim] @ [heads, dim, keys] -> [rows, heads, keys]
         scores = scratch_product(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
-    scores = scores.masked_fill_(~seen[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
+    scores = softmax(scores.masked_fill_(~seen[:, None], torch.finfo(scores.dtype).min), sink)
     return scores.sum(dim=1).masked_fill_(~seen, 0)  # [rows, keys]

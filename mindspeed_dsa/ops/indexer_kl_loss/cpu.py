@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient as
 from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_of_rows
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, softmax
 
 # Attention scores per block in the dense form. It must not depend on the machine: with tensor parallelism the
 # target is reduced block by block, so every rank must cut its rows at the same places.
@@ -50,7 +50,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
                 product(q_, keys.mT, scores_, call.softmax_scale)
             if block.invalid is not None:
                 scores.masked_fill_(block.invalid[:, None], -torch.inf)
-            scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
+            scores = softmax(scores, call.sink, scratch("probabilities", rows, heads, width))
             probabilities = torch.sum(scores, dim=1, out=summed[place][:, :width])  # [n, width]
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
@@ -88,7 +88,8 @@ def dense_loss_and_gradients(
             position = torch.arange(low, high, dtype=torch.int32)
             valid = (position >= starts[place][:, None]) & (position < ends[place][:, None])  # [rows, keys]
 
-            summed = _attention_sum(query[place].to(dtype), main_key[low:high], softmax_scale, valid)
+            q = query[place].to(dtype)
+            summed = _attention_sum(q, main_key[low:high], softmax_scale, valid, call.sink)
             if tp_group is not None:
                 dist.all_reduce(summed, group=tp_group)
 
@@ -118,7 +119,9 @@ def dense_loss_and_gradients(
     return loss.to(compute_dtype(index_query.dtype)), gradients
 
 
-def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tensor) -> Tensor:
+def _attention_sum(
+    query: Tensor, key: Tensor, softmax_scale: float, valid: Tensor, sink: Tensor | None
+) -> Tensor:
     """Return the softmax over the visible keys, summed over heads.
 
     Args:
@@ -126,6 +129,7 @@ def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tens
         key: ``[keys, dim]`` or ``[keys, heads, dim]``.
         softmax_scale: factor of the scores.
         valid: ``[rows, keys]`` bool.
+        sink: ``[heads]``, or None.
 
     Returns:
         ``[rows, keys]``, zero in rows without a visible key.
@@ -139,5 +143,5 @@ def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tens
         # [heads, rows, dim] @ [heads, dim, keys]
         product(query.transpose(0, 1), key.permute(1, 2, 0), by_head, softmax_scale)
         scores = by_head.transpose(0, 1)  # [rows, heads, keys]
-    scores = scores.masked_fill_(~valid[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
+    scores = softmax(scores.masked_fill_(~valid[:, None], torch.finfo(scores.dtype).min), sink)
     return scores.sum(dim=1).masked_fill_(~valid, 0)  # [rows, keys]

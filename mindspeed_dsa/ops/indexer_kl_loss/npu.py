@@ -75,6 +75,8 @@ def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
     key_length = call.index.key.shape[1]
     if query.dtype not in DTYPES or call.index.query.dtype != query.dtype:
         return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
+    if call.attention.sink is not None:
+        return f"{_SPARSE} has no sink"
     if call.attention.value_dim != _LATENT + _ROPE:
         return f"{_SPARSE} has {_LATENT} latent and {_ROPE} rotary dimensions only"
     index_heads, index_dim = call.index.query.shape[2:]
@@ -108,6 +110,8 @@ def plan_dense(call: DenseCall, row_mask: Tensor | None) -> Layout | str:
     """Return the layout for the dense loss operator, or why the operator cannot take the call."""
     if call.index.query.dtype != call.query.dtype:
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
+    if call.sink is not None:
+        return f"{_DENSE} has no sink"
     if row_mask is not None:
         return f"{_DENSE} sums over all rows (row_mask must be None)"
     reason = _unsupported_heads(_DENSE, call, call.query, _DENSE_HEADS)

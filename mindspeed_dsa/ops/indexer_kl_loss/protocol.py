@@ -47,6 +47,7 @@ class DenseCall(Call):
         ranges: ranges of the keys that each query sees.
         row_weights: ``[batch, query_length]`` factors of the queries' divergences in the loss.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
+        sink: ``[heads]`` logits of the main attention, see :class:`AttentionCall`, or None.
         plan: result of the backend's ``plan_dense``.
     """
 
@@ -57,6 +58,7 @@ class DenseCall(Call):
     ranges: Ranges
     row_weights: Tensor
     tp_group: dist.ProcessGroup | None = None
+    sink: Tensor | None = None
     plan: Any = None
 
 

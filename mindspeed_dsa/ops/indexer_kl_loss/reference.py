@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.lightning_indexer.reference import all_scores, visible
 from mindspeed_dsa.ops.precision import wide
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, softmax
 from mindspeed_dsa.ops.sparse_flash_attention.reference import sparse_flash_attention
 
 KIND: Literal["autograd"] = "autograd"
@@ -52,7 +52,7 @@ def dense_loss(call: DenseCall) -> Tensor:
     scores = call.softmax_scale * torch.einsum("bshd,bthd->bsht", query.to(dtype), per_head_key.to(dtype))
     empty = ~valid.any(dim=-1)[:, :, None, None]  # [batch, query_length, 1, 1]
     scores = scores.masked_fill(~valid[:, :, None], -torch.inf).masked_fill(empty, 0)
-    summed = scores.softmax(dim=-1).masked_fill(empty, 0).sum(dim=2)  # [batch, query_length, key_length]
+    summed = softmax(scores, call.sink).masked_fill(empty, 0).sum(dim=2)  # [batch, query_length, key_length]
     if call.tp_group is not None:
         dist.all_reduce(summed, group=call.tp_group)
     return divergence(all_scores(call.index), summed, valid, call.row_weights)

@@ -178,9 +178,8 @@ def dense_loss_and_gradients(
             # [slab rows, width] each
             target, scores = (slab[: (last - first) * width].view(last - first, width) for slab in slabs)
             everywhere = tp_group is not None
-            _target(
-                query[place], key[b, :width], softmax_scale, starts[place], ends[place], target, everywhere
-            )
+            seen_by = starts[place], ends[place]
+            _target(query[place], key[b, :width], softmax_scale, call.sink, *seen_by, target, everywhere)
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
             inputs = index_query[place], index_key[b, :width], index_weights[place]
@@ -217,6 +216,7 @@ def _target(
     query: Tensor,
     key: Tensor,
     softmax_scale: float,
+    sink: Tensor | None,
     starts: Tensor,
     ends: Tensor,
     slab: Tensor,
@@ -228,6 +228,7 @@ def _target(
         query: ``[rows, heads, dim]``.
         key: ``[key_length, dim]``, or ``[key_length, heads, dim]``.
         softmax_scale: factor of the scores.
+        sink: ``[heads]``, or None.
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
         slab: ``[rows, key_length]``.
@@ -242,6 +243,9 @@ def _target(
     blocks = triton.cdiv(rows, tiles["BLOCK_M"])
     scale_log2 = softmax_scale * LOG2E
     on_grid(dense_lse_kernel, blocks * heads)(query, key, starts, ends, lse, *sizes, scale_log2, **constants)
+    if sink is not None:
+        # Logarithms to base 2, as in the kernels.
+        lse = torch.logaddexp2(lse, sink * LOG2E)
     on_grid(dense_sum_kernel, blocks * triton.cdiv(key_length, tiles["BLOCK_N"]))(
         query,
         key,

@@ -14,11 +14,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan, spent, unless_empty
-from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
+from mindspeed_dsa.ops.checks import (
+    check_float,
+    check_heads,
+    check_shape,
+    check_topk_indices,
+    checked_sink,
+    require,
+)
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, wide, without_autocast
 from mindspeed_dsa.ops.row_ranges import RowForm, form_of
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, AttentionCall, GradientAttention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import (
+    Attention,
+    AttentionCall,
+    GradientAttention,
+    sink_gradient,
+)
 
 OPERATOR = "sparse_flash_attention"
 
@@ -34,7 +46,8 @@ class SparseAttentionOutput(NamedTuple):
     out: Tensor
     """``[batch, query_length, heads, value_dim]`` in the dtype of the query; zero without a key."""
     lse: Tensor
-    """``[batch, query_length, heads]`` fp32, natural log of the sum of exp(scores); -inf without a key."""
+    """``[batch, query_length, heads]`` fp32, natural log of the sum of exp(scores), and of exp(sink) if there
+    is a sink; without a key -inf, or the sink."""
     attention_sum: Tensor | None
     """``[batch, query_length, topk]`` fp32, probabilities summed over this rank's heads, 0 where the index
     names no key: the unnormalized target of the indexer loss. None unless requested."""
@@ -49,6 +62,7 @@ def sparse_flash_attention(
     softmax_scale: float,
     *,
     value_dim: int,
+    sink: Tensor | None = None,
     return_attention_sum: bool = False,
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
@@ -68,8 +82,12 @@ def sparse_flash_attention(
     the gradient of ``key_value`` is deterministic only under ``torch.use_deterministic_algorithms(True)``.
     NaN in a query or a selected key makes the dependent results NaN.
 
-    Queries that name no key give zeros and an ``lse`` of -inf; in a call without keys this holds for all of
-    them. A batch without sequences or queries gives empty results. All gradients are zero in these cases.
+    With a sink, the softmax has one more entry, which has no value: ``p = exp(score) /
+    (exp(sink) + sum exp(scores))``.
+
+    Queries that name no key give zeros and an ``lse`` of -inf (the sink, if there is one); in a call without
+    keys this holds for all of them. A batch without sequences or queries gives empty results. All gradients
+    are zero in these cases.
 
     Args:
         query: ``[batch, query_length, heads, dim]``, at least one head, any strides. For MLA, the query
@@ -82,6 +100,8 @@ def sparse_flash_attention(
         softmax_scale: factor of the scores. For MLA the scale of the unabsorbed heads, ``192 ** -0.5`` times
             the square of the YaRN factor, not ``576 ** -0.5``.
         value_dim: size of the leading part of ``key_value`` that is the value, 512 for MLA.
+        sink: ``[heads]`` learnable logits, any floating dtype, differentiable. Its gradient is
+            ``-sum_t p_sink[t] * (dO[t] . out[t])``.
         return_attention_sum: whether to also return the probabilities summed over heads.
         topk_scores: ``[batch, query_length, topk]`` index scores at ``topk_indices``. They do not affect the
             forward; in the backward their gradient is the return value of ``score_gradient``.
@@ -168,11 +188,12 @@ def sparse_flash_attention(
         check_shape(
             OPERATOR, "topk_scores", topk_scores, tuple(topk_indices.shape), "as large as topk_indices"
         )
+    sink = checked_sink(OPERATOR, sink, query)
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1]))
     shape = ShapeClass.of(query, *sizes)
     selected: Attention = choose(OPERATOR, backend, shape)
     selected = unless_empty(OPERATOR, selected, query, key_value)
-    call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope, key_rope)
+    call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope, key_rope, sink)
     implementation, planned = plan(OPERATOR, backend, selected, selected.plan_call(call, form))
     count_call(OPERATOR, implementation)
     call = replace(call, plan=planned)
@@ -199,6 +220,7 @@ def sparse_flash_attention(
                 call.query_rope,
                 call.key_value,
                 call.key_rope,
+                call.sink,
             )
         )
     out, lse, attention_sum = implementation.sparse_flash_attention(call, return_attention_sum or hooked)
@@ -235,13 +257,16 @@ class _Attention(torch.autograd.Function):
         call, out, lse = Call.kept(ctx)
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 10
+                return (None,) * 11
             # Only the indexer loss needs this backward.
             grad_out = torch.zeros_like(out)  # [batch, query_length, heads, value_dim]
         with without_autocast(out.device.type), spent(OPERATOR, out.device):
             of_query, of_key, attention_sum = ctx.implementation.backward(
                 call, grad_out, out, lse, ctx.hooked
             )
+        of_sink = None
+        if call.sink is not None and ctx.needs_input_grad[10]:
+            of_sink = sink_gradient(call.sink, grad_out, out, lse)
         of_query = (of_query, None) if call.query_rope is None else of_query
         of_keys = (of_key, None) if call.key_rope is None else of_key
         # With a receiver, the gradient goes there unrounded, and the key itself gets None.
@@ -250,7 +275,7 @@ class _Attention(torch.autograd.Function):
             None if receives or one is None else one.to(call.key_value.dtype)
             for one, receives in zip(of_keys, ctx.receives, strict=True)
         ]
-        return None, None, None, attention_sum, *receivers, *of_query, *keys
+        return None, None, None, attention_sum, *receivers, *of_query, *keys, of_sink
 
 
 class _SumReceiver(torch.autograd.Function):

@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.backend import (
     spent,
     takes_every_call,
 )
-from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
+from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, checked_sink
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, cpu_heads, sparse_flash_attention
@@ -101,6 +101,7 @@ def sparse_attention_by_head(
     topk_indices: Tensor,
     softmax_scale: float,
     *,
+    sink: Tensor | None = None,
     return_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -117,6 +118,7 @@ def sparse_attention_by_head(
         value: ``[batch, key_length, heads, value_dim]``.
         topk_indices: ``[batch, query_length, topk]``, as in :func:`sparse_flash_attention`.
         softmax_scale: factor of the scores.
+        sink: ``[heads]`` learnable logits, as in :func:`sparse_flash_attention`.
         return_attention_sum: whether to also return the probabilities summed over heads.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
@@ -139,7 +141,8 @@ def sparse_attention_by_head(
     )
     check_float(OPERATOR, query=query, key=key, value=value)
     check_topk_indices(OPERATOR, topk_indices, query, keys)
-    call = HeadsCall(query, key, value, topk_indices, softmax_scale)
+    sink = checked_sink(OPERATOR, sink, query)
+    call = HeadsCall(query, key, value, topk_indices, softmax_scale, sink)
     forms = (
         Algorithm("for all heads in one call", _all_heads, _declines),
         Algorithm("head by head", _each_head, takes_every_call),
@@ -167,7 +170,7 @@ def _all_heads(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
     (_, _, heads, dim), value_dim = call.query.shape, call.value.shape[3]
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim))
     count_call(_SHARED, choose(_SHARED, "cpu", ShapeClass.of(call.query, *sizes)))
-    out, attention_sum = _ByHead.apply(call, with_sum, call.query, call.key, call.value)
+    out, attention_sum = _ByHead.apply(call, with_sum, call.query, call.key, call.value, call.sink)
     return out, attention_sum
 
 
@@ -185,6 +188,7 @@ def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
             call.topk_indices,
             call.softmax_scale,
             value_dim=value_dim,
+            sink=None if call.sink is None else call.sink[head : head + 1],
             return_attention_sum=with_sum,
             backend=backend,
         )
@@ -197,7 +201,7 @@ def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
 class _ByHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: HeadsCall, with_sum: bool, *differentiable: Tensor
+        ctx: Any, call: HeadsCall, with_sum: bool, *differentiable: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         with spent(_SHARED, call.query.device):
             out, attention_sum = cpu_heads.forward(call, with_sum)
@@ -211,7 +215,7 @@ class _ByHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
         if grad_out is None:
-            return (None,) * 5
+            return (None,) * 6
         (call,) = Call.kept(ctx)
         forms = (
             Algorithm("for all heads in one call", cpu_heads.backward, cpu_heads.declines_gradient),
@@ -222,9 +226,13 @@ class _ByHead(torch.autograd.Function):
             return None, None, *run(call, grad_out)
 
 
-def _gradients_of_each_head(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, ...]:
+def _gradients_of_each_head(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients by gathering keys, so that non-finite ``grad_out`` only reaches selected keys."""
     with torch.enable_grad():
-        query, key, value = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
-        out, _ = _each_head(replace(call, query=query, key=key, value=value), False, "cpu")
-        return torch.autograd.grad(out, (query, key, value), grad_out)
+        tensors = {"query": call.query, "key": call.key, "value": call.value, "sink": call.sink}
+        leaves: dict[str, Any] = {
+            name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None
+        }
+        out, _ = _each_head(replace(call, **leaves), False, "cpu")
+        of_query, of_key, of_value, *of_sink = torch.autograd.grad(out, tuple(leaves.values()), grad_out)
+        return of_query, of_key, of_value, of_sink[0] if of_sink else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
 from mindspeed_dsa.ops.precision import wide
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, add_sink, softmax
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
@@ -42,12 +42,12 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
         scores.masked_fill_(chunk.invalid[:, None], -torch.inf)
         lse[place] = scores.logsumexp(dim=-1)  # [n, heads]
         # The softmax of a row without a key is 0/0 until it is masked.
-        probabilities = scores.softmax(dim=-1).masked_fill_(chunk.invalid[:, None], 0)
+        probabilities = softmax(scores, call.sink).masked_fill_(chunk.invalid[:, None], 0)
         # [n, heads, value_dim]
         out[place] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(query.dtype)
         if summed is not None:
             summed[place] = probabilities.sum(dim=1)  # [n, topk]
-    return out, lse, summed
+    return out, add_sink(call.sink, lse), summed
 
 
 def backward(
@@ -71,7 +71,7 @@ def backward(
         scaled, grad = query[place].to(dtype) * softmax_scale, grad_out[place].to(dtype)
         scores = torch.bmm(scaled, chunk.keys.transpose(1, 2))  # [n, heads, topk]
         hidden = chunk.invalid[:, None]  # [n, 1, topk]
-        probabilities = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).masked_fill_(hidden, 0)
+        probabilities = softmax(scores.masked_fill_(hidden, -torch.inf), call.sink).masked_fill_(hidden, 0)
         if summed is not None:
             summed[place] = probabilities.sum(dim=1)
         delta = (grad * out[place]).sum(dim=-1, keepdim=True)  # [n, heads, 1]
@@ -102,5 +102,6 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
         # [n, heads, topk]
         scores = scratch_product(query[place].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
         scores.masked_fill_(chunk.invalid[:, None], torch.finfo(dtype).min)
-        summed[place] = scores.softmax(dim=-1).sum(dim=1).masked_fill_(chunk.invalid, 0)  # [n, topk]
+        # [n, topk]
+        summed[place] = softmax(scores, call.sink).sum(dim=1).masked_fill_(chunk.invalid, 0)
     return summed

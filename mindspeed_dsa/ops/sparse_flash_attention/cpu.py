@@ -19,7 +19,7 @@ from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_ev
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, softmax, with_sink_alone
 
 OPERATOR = "sparse_flash_attention"
 KIND: Literal["gradients"] = "gradients"
@@ -81,7 +81,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
                 product(q_, keys.mT, s_, softmax_scale)
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
-                torch.softmax(s_, dim=-1, out=p_)
+                softmax(s_, call.sink, p_)
                 # The value is the leading slice of the key. A product with the whole dense key is faster than
                 # one with the strided slice.
                 product(p_, keys, o_)
@@ -99,7 +99,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
                     attention_sum[place].masked_fill_(empty[:, None], 0)
 
     over_blocks(key_value, topk_indices, 2 * heads, work)
-    return out, lse, attention_sum
+    return out, with_sink_alone(lse, call.sink), attention_sum
 
 
 def _backward(
@@ -136,7 +136,7 @@ def _backward(
                 scores.mul_(softmax_scale)
                 if invalid is not None:
                     scores.masked_fill_(invalid[:, None], -torch.inf)
-                torch.softmax(scores, dim=-1, out=p_)
+                softmax(scores, call.sink, p_)
                 if invalid is not None:
                     # The softmax of a row without a key is 0 / 0.
                     p_.masked_fill_(invalid[:, None], 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, softmax, with_sink_alone
 
 # Number subtracted from masked scores; other scores are far smaller.
 _HIDES = torch.finfo(torch.float32).max
@@ -73,7 +73,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
             by_head = scores.view(some, rows, heads, width)  # [g, n, heads, width]
             # Adding log(count) multiplies the exponential with the count, and masks keys with count 0.
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
-            torch.softmax(scores, dim=-1, out=probabilities)
+            softmax(by_head, call.sink, probabilities.view(by_head.shape))
             product(probabilities, chunk.key[..., :value_dim], full)
             out[place] = full.view(some, rows, heads, value_dim)  # [g, n, heads, value_dim]
             # The most probable key has probability exp(0) / sum, so log(sum) needs no second pass of exp.
@@ -90,7 +90,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
                 _sum_heads(chunk, by_head, counts if duplicates else None, attention_sum[place], scratch)
 
     over_chunks(key_value, topk_indices, heads, work)
-    return out, lse, attention_sum
+    return out, with_sink_alone(lse, call.sink), attention_sum
 
 
 def backward(
@@ -122,7 +122,7 @@ def backward(
             product(q, chunk.key.mT, probabilities, softmax_scale)
             by_head = probabilities.view(some, rows, heads, width)  # [g, n, heads, width]
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
-            torch.softmax(by_head, dim=-1, out=by_head)
+            softmax(by_head, call.sink, by_head)
             if chunk.has_empty_row:
                 by_head.masked_fill_((counts.amax(dim=-1) == 0)[..., None, None], 0)
             product(grad, chunk.key[..., :value_dim].mT, grad_scores)

@@ -23,6 +23,7 @@ from mindspeed_dsa.ops.cpu.blocks import Scratch
 from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Cut, cut_rows, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import softmax
 
 # Bytes of the scores of a chunk; there are two or three tensors of this size. With fewer rows they would fit
 # the second-level cache. But every chunk reads and writes the gradients of keys once, and libraries repack
@@ -45,6 +46,7 @@ class HeadsCall(Call):
         value: ``[batch, key_length, heads, value_dim]``.
         topk_indices: ``[batch, query_length, topk]``; entries outside ``[0, key_length)`` name no key.
         softmax_scale: factor of the scores.
+        sink: ``[heads]`` logits of :class:`AttentionCall`, or None.
     """
 
     query: Tensor
@@ -52,6 +54,7 @@ class HeadsCall(Call):
     value: Tensor
     topk_indices: Tensor
     softmax_scale: float
+    sink: Tensor | None = None
 
 
 def declines(call: HeadsCall) -> str | None:
@@ -94,7 +97,7 @@ def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
                 scores = _masked_scores(
                     q, keys[place[0], part, chunk.keys], mask, call.softmax_scale, scratch
                 )
-                torch.softmax(scores, dim=-1, out=scores)
+                softmax(scores, _of_part(call.sink, part), scores)
                 full = scratch("out", *q.shape[:2], rows, value_dim)  # [g, part heads, rows, value_dim]
                 _multiply(scores, values[place[0], part, chunk.keys], full)
                 out[place][:, :, part] = full.transpose(1, 2)  # [g, rows, part heads, value_dim]
@@ -113,14 +116,16 @@ def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
     return out, attention_sum
 
 
-def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value and sink (None without a sink)."""
     query, key, value, softmax_scale = call.query, call.key, call.value, call.softmax_scale
     batch, key_length, heads, dim = key.shape
     value_dim, dtype = value.shape[3], compute_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
+    # Each thread adds up some heads of some sequences.
+    grad_sink = None if call.sink is None else torch.zeros(batch, heads, dtype=dtype)
     plan = _Plan.of(call.topk_indices, key_length, heads, dtype)
     shares = -(-plan.workers // batch)
     # Heads per group: few enough that every thread gets a group.
@@ -156,10 +161,18 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
                         grad.masked_fill_(chunk.names_none.all(-1)[:, None, :, None], 0)
                     key_range, value_range = keys[:, here, chunk.keys], values[:, here, chunk.keys]
                     scores = _masked_scores(q, key_range, mask, softmax_scale, scratch)
-                    torch.softmax(scores, dim=-1, out=scores)
+                    sink = _of_part(call.sink, part)
+                    top = None if sink is None else scores.amax(dim=-1)  # [g, part heads, rows]
+                    softmax(scores, sink, scores)
                     _multiply(scores.mT, grad, to_values[:, here, chunk.keys], add=True)
                     grad_scores = scratch("grad_scores", *scores.shape)
                     _multiply(grad, value_range.mT, grad_scores)
+                    if grad_sink is not None and sink is not None and top is not None:
+                        products = torch.mul(grad_scores, scores, out=scratch("products", *scores.shape))
+                        # The sink's probability, from the most probable key's; 1 where that is 0.
+                        of_sink = ((sink - top).exp_() * scores.amax(dim=-1)).nan_to_num_(nan=1)
+                        # The sum of the products is dO . out: [g, part heads, rows]
+                        grad_sink[of.start, part] -= (of_sink * products.sum(dim=-1)).sum(dim=(0, 2))
                     # In place: gradient of the scores, without softmax_scale. The scale is applied to the
                     # products below, which are smaller.
                     torch.ops.aten._softmax_backward_data.out(
@@ -173,7 +186,12 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
             grad_value[of, :, group] = to_values.transpose(1, 2)
 
     share_out(groups, work, plan.workers)
-    return grad_query, grad_key, grad_value
+    return grad_query, grad_key, grad_value, None if grad_sink is None else grad_sink.sum(dim=0)
+
+
+def _of_part(sink: Tensor | None, part: slice) -> Tensor | None:
+    """Return the sinks of some heads, ``[part heads, 1]``, broadcast over ``[g, part heads, rows]``."""
+    return None if sink is None else sink[part, None]
 
 
 def _by_head(x: Tensor, dtype: torch.dtype) -> Tensor:

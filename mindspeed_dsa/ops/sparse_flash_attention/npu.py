@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, un
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_selection
 from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, add_sink
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -82,7 +82,10 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
         return_softmax_lse=True,
     )
     lse = layout.unpack_statistics(maximum + total.log())  # [batch, query_length, heads]
-    return layout.unpack(out), lse, attention_sum(call.whole(), lse) if with_sum else None
+    out = layout.unpack(out)
+    # The operators have no sink.
+    lse = add_sink(call.sink, lse, out)
+    return out, lse, attention_sum(call.whole(), lse) if with_sum else None
 
 
 def backward(

@@ -11,6 +11,8 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import Backend, Call
 from mindspeed_dsa.ops.row_ranges import RowForm
 
+_SINK_NUMBERS = 16 << 20
+
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
@@ -29,6 +31,8 @@ class AttentionCall(Call):
             tensor. Only backends with ``TAKES_PARTS`` get it.
         key_rope: rotary part of the key, ``[batch, key_length, rope]``, if it is a separate tensor. Set only
             together with ``query_rope``.
+        sink: ``[heads]`` logit of each head that takes part in the softmax beside the scores and has no
+            value, in the dtype that the scores are computed in; or None.
         plan: result of the backend's ``plan_call``.
     """
 
@@ -39,6 +43,7 @@ class AttentionCall(Call):
     value_dim: int
     query_rope: Tensor | None = None
     key_rope: Tensor | None = None
+    sink: Tensor | None = None
     plan: Any = None
 
     def whole(self) -> AttentionCall:
@@ -50,6 +55,66 @@ class AttentionCall(Call):
         if self.key_rope is not None:
             key_value = torch.cat([key_value, self.key_rope], dim=-1)  # [batch, key_length, dim + rope]
         return replace(self, query=query, key_value=key_value, query_rope=None, key_rope=None)
+
+
+def softmax(scores: Tensor, sink: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return the softmax over the last axis, multiplied with what a sink leaves to the keys.
+
+    Args:
+        scores: ``[..., keys]``.
+        sink: logits whose shape broadcasts against ``[...]``, or None.
+        out: tensor for the result; may be ``scores``.
+    """
+    if sink is None:
+        return torch.softmax(scores, dim=-1, out=out)
+    top = scores.amax(dim=-1)
+    probabilities = torch.softmax(scores, dim=-1, out=out)
+    # The most probable key has probability exp(0) / sum.
+    share = share_of_keys(top - probabilities.amax(dim=-1).log_(), sink)
+    return probabilities.mul_(share[..., None])
+
+
+def share_of_keys(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the probability that a sink leaves to the keys, given the log-sum-exp of the keys alone."""
+    # Rows without a key: -inf - -inf would be NaN.
+    return torch.sigmoid(lse - sink).masked_fill_(lse == -torch.inf, 0)
+
+
+def add_sink(sink: Tensor | None, lse: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the log-sum-exp of keys and sink, given that of the keys, ``[batch, query_length, heads]``.
+
+    ``out``, ``[batch, query_length, heads, value_dim]`` of the keys alone, is scaled in place. So kernels
+    need no sink: in the backward they compute ``exp(score - lse)`` and ``dO . O`` from these two results.
+    """
+    if sink is None:
+        return lse
+    if out is not None:
+        out.mul_(share_of_keys(lse, sink)[..., None])
+    return torch.logaddexp(lse, sink)
+
+
+def with_sink_alone(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """Return ``lse`` with that of rows where the sink alone counts set to the sink.
+
+    These rows name no key, or have scores so low that the probabilities of :func:`softmax` are all 0.
+    """
+    return lse if sink is None else torch.where(lse.isinf(), sink, lse)
+
+
+def sink_gradient(sink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return ``-sum_t p_sink[t] * (dO[t] . out[t])``, ``[heads]``, given the ``lse`` with the sink."""
+    gradient = torch.zeros_like(sink)
+    batch, query_length, heads, value_dim = out.shape
+    # Few rows at a time: the products are in fp32.
+    rows = max(1, _SINK_NUMBERS // (heads * value_dim))
+    for b in range(batch):
+        for first in range(0, query_length, rows):
+            place = (b, slice(first, first + rows))
+            delta = (grad_out[place].to(sink.dtype) * out[place]).sum(dim=-1)  # [rows, heads]
+            # -inf - -inf would be NaN.
+            probability = (sink - lse[place]).exp().masked_fill_(lse[place] == -torch.inf, 0)
+            gradient -= (probability * delta).sum(dim=0)
+    return gradient
 
 
 class _Attention(Backend, Protocol):

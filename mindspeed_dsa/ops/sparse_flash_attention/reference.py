@@ -36,10 +36,15 @@ def sparse_flash_attention(call: AttentionCall, with_sum: bool) -> tuple[Tensor,
     scores = call.softmax_scale * torch.einsum("bshd,bskd->bshk", query.to(dtype), keys)
     scores = scores.masked_fill(~valid[:, :, None], -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)  # [batch, query_length, heads]
+    if call.sink is not None:
+        lse = torch.logaddexp(lse, call.sink.detach())
+        # The sink is one more key, last and without a value.
+        scores = torch.cat([scores, call.sink[:, None].expand(*scores.shape[:3], 1)], dim=-1)
     # The softmax of a row without a key would be 0/0: its scores are made finite first, its probabilities
     # zero.
     empty = ~valid.any(dim=-1)[:, :, None, None]  # [batch, query_length, 1, 1]
     probabilities = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    probabilities = probabilities[..., : valid.shape[-1]]  # [batch, query_length, heads, topk]
     # [batch, query_length, heads, value_dim]
     out = torch.einsum("bshk,bskd->bshd", probabilities, keys[..., : call.value_dim])
     attention_sum = probabilities.detach().sum(dim=2) if with_sum else None  # [batch, query_length, topk]

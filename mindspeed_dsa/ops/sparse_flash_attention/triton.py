@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, add_sink
 from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import (
     added_by_others,
     share_tiles,
@@ -114,13 +114,13 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
     query = call.query
     # [batch, rows, heads, value_dim]
     out = torch.empty(*query.shape[:3], call.value_dim, dtype=query.dtype, device=query.device)
-    lse = _forward(call, out)
+    lse = add_sink(call.sink, _forward(call, out), out)
     return out, lse, attention_sum(call, lse) if with_sum else None
 
 
 def log_sum_exp(call: AttentionCall) -> Tensor:
     """Return the log-sum-exp, ``[batch, rows, heads]`` fp32, without computing the output."""
-    return _forward(call, None)
+    return add_sink(call.sink, _forward(call, None))
 
 
 def _forward(call: AttentionCall, out: Tensor | None) -> Tensor:
