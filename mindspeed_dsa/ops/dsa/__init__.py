@@ -9,6 +9,7 @@ from mindspeed_dsa.ops.backend import BackendName, BackendUnavailable
 from mindspeed_dsa.ops.checks import set_debug_checks
 from mindspeed_dsa.ops.dsa.attention import DSAOutput, Stage, deepseek_sparse_attention
 from mindspeed_dsa.ops.dsa.module import DeepSeekSparseAttention, Indexer, IndexerOperands
+from mindspeed_dsa.ops.dsa.selections import keys_of_pools, with_window
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,
@@ -40,10 +41,12 @@ __all__ = [
     "divergence_and_score_gradient",
     "indexer_kl_loss",
     "is_faster_by_head",
+    "keys_of_pools",
     "lightning_indexer",
     "quantised_indexer",
     "selected_scores",
     "set_debug_checks",
     "sparse_attention_by_head",
     "sparse_flash_attention",
+    "with_window",
 ]
