@@ -68,6 +68,32 @@ def test_equals_the_oracle(dtype, heads, dim, value_dim, topk):
         assert (rows[:, [0, 7]] == 0).all()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize(("name", "keys"), [("cpu", 83), ("cpu", 400), ("chunked", 83)])
+def test_heads_that_share_a_key(name, keys, kv_heads):
+    (query, key, value), grad = inputs(2, 19, keys, 6, 24, 16)
+    key, value = (x.detach()[:, :, :kv_heads].clone().requires_grad_() for x in (key, value))
+    indices = random_indices(2, 19, keys, 17, empty_rows=(4,))
+    out, summed = sparse_attention_by_head(
+        query, key, value, indices, 0.3, return_attention_sum=True, backend=name
+    )
+    each = [x.repeat_interleave(6 // kv_heads, dim=2) for x in (key, value)]
+    expected, expected_sum, (of_query, *of_keys) = expected_of((query, *each), indices, 0.3, grad)
+    oracle.assert_close(out, expected)
+    assert oracle.relative_error(summed, expected_sum) < 1e-5
+    of_keys = [x.unflatten(2, (kv_heads, -1)).sum(3) for x in of_keys]
+    for found, wanted in zip(
+        torch.autograd.grad(out, (query, key, value), grad), (of_query, *of_keys), strict=True
+    ):
+        oracle.assert_close(found, wanted, backward=True)
+
+
+def test_key_heads_that_do_not_divide_the_heads_are_refused():
+    (query, key, value), _ = inputs(1, 4, 9, 6, 8, 8)
+    with pytest.raises(ValueError, match="6 heads cannot share 4 key-value heads evenly"):
+        sparse_attention_by_head(query, key[:, :, :4], value[:, :, :4], random_indices(1, 4, 9, 3), 0.3)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_cut_and_share_gives_the_same(threads, masked_calls, monkeypatch):
     tensors, grad = inputs(2, 60, 90, 5, 12, 8)
@@ -180,7 +206,7 @@ def test_bad_input_is_refused():
     tensors, _ = inputs(1, 4, 10, 2, 8, 6)
     query, key, value = tensors
     indices = random_indices(1, 4, 10, 3)
-    with pytest.raises(ValueError, match=r"key must be \[1, key_length, 2, 8\]"):
+    with pytest.raises(ValueError, match=r"value must be \[1, 10, 1, value_dim\]"):
         sparse_attention_by_head(query, key[:, :, :1], value, indices, 1.0)
     with pytest.raises(ValueError, match=r"value must be \[1, 10, 2, value_dim\]"):
         sparse_attention_by_head(query, key, value[:, :9], indices, 1.0)

@@ -20,7 +20,14 @@ from mindspeed_dsa.ops.backend import (
     spent,
     takes_every_call,
 )
-from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, checked_sink
+from mindspeed_dsa.ops.checks import (
+    check_float,
+    check_heads,
+    check_shape,
+    check_topk_indices,
+    checked_sink,
+    require,
+)
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, cpu_heads, sparse_flash_attention
@@ -107,15 +114,16 @@ def sparse_attention_by_head(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with every head to the keys that its token selected, with separate keys and values per head.
 
-    ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of ``softmax_scale
-    * query[t, h] . key[s, h]``. On CPUs one call computes all heads. On other devices, or if there are many
-    more keys than are selected, each head is a call of
-    :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
+    ``out[t, h] = sum_s p[t, h, s] * value[s, g]`` with ``p = softmax over the selected s`` of ``softmax_scale
+    * query[t, h] . key[s, g]``, where ``g`` is the key-value head of head ``h``. On CPUs one call computes
+    all heads. On other devices, or if there are many more keys than are selected, each key-value head is a
+    call of :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
 
     Args:
         query: ``[batch, query_length, heads, dim]``.
-        key: ``[batch, key_length, heads, dim]``.
-        value: ``[batch, key_length, heads, value_dim]``.
+        key: ``[batch, key_length, kv_heads, dim]``. ``kv_heads`` divides ``heads``; key-value head ``g``
+            serves the ``heads / kv_heads`` heads from ``g * heads / kv_heads`` on.
+        value: ``[batch, key_length, kv_heads, value_dim]``.
         topk_indices: ``[batch, query_length, topk]``, as in :func:`sparse_flash_attention`.
         softmax_scale: factor of the scores.
         sink: ``[heads]`` learnable logits, as in :func:`sparse_flash_attention`.
@@ -134,10 +142,15 @@ def sparse_attention_by_head(
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
     check_heads(OPERATOR, "query", query)
     batch, _, heads, dim = query.shape
-    check_shape(OPERATOR, "key", key, (batch, None, heads, dim), f"[{batch}, key_length, {heads}, {dim}]")
-    keys = key.shape[1]
+    check_shape(OPERATOR, "key", key, (batch, None, None, dim), f"[{batch}, key_length, kv_heads, {dim}]")
+    keys, kv_heads = key.shape[1:3]
+    require(
+        kv_heads > 0 and heads % kv_heads == 0,
+        OPERATOR,
+        f"{heads} heads cannot share {kv_heads} key-value heads evenly",
+    )
     check_shape(
-        OPERATOR, "value", value, (batch, keys, heads, None), f"[{batch}, {keys}, {heads}, value_dim]"
+        OPERATOR, "value", value, (batch, keys, kv_heads, None), f"[{batch}, {keys}, {kv_heads}, value_dim]"
     )
     check_float(OPERATOR, query=query, key=key, value=value)
     check_topk_indices(OPERATOR, topk_indices, query, keys)
@@ -170,25 +183,32 @@ def _all_heads(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
     (_, _, heads, dim), value_dim = call.query.shape, call.value.shape[3]
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim))
     count_call(_SHARED, choose(_SHARED, "cpu", ShapeClass.of(call.query, *sizes)))
+    repeats = heads // call.key.shape[2]
+    if repeats > 1:
+        # Autograd adds up the gradients of the heads that share a key.
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (call.key, call.value))
+        call = replace(call, key=key, value=value)
     out, attention_sum = _ByHead.apply(call, with_sum, call.query, call.key, call.value, call.sink)
     return out, attention_sum
 
 
 def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, Tensor | None]:
     query, key, value = call.query, call.key, call.value
-    # The operator has one key-value head whose value is the key's leading part. Each head is a separate call,
-    # with its value in front of its key, and zeros in front of its query, so that the value does not affect
-    # the scores.
+    # The operator has one key-value head whose value is the key's leading part. Each such head is a separate
+    # call, with its value in front of its key, and zeros in front of its queries, so that the value does not
+    # affect the scores.
     value_dim = value.shape[-1]
+    group = query.shape[2] // key.shape[2]
     outputs, summed = [], None
-    for head in range(query.shape[2]):
+    for head in range(key.shape[2]):
+        heads = slice(head * group, (head + 1) * group)
         result = sparse_flash_attention(
-            F.pad(query[:, :, head : head + 1], (value_dim, 0)),  # [batch, query_length, 1, value_dim + dim]
+            F.pad(query[:, :, heads], (value_dim, 0)),  # [batch, query_length, group, value_dim + dim]
             torch.cat([value[:, :, head], key[:, :, head]], dim=-1),  # [batch, key_length, value_dim + dim]
             call.topk_indices,
             call.softmax_scale,
             value_dim=value_dim,
-            sink=None if call.sink is None else call.sink[head : head + 1],
+            sink=None if call.sink is None else call.sink[heads],
             return_attention_sum=with_sum,
             backend=backend,
         )
