@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,16 +298,18 @@ def test_compiled_models_run_the_operators_between_graphs():
 # -- module ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("at", ["first", "last"])
 @pytest.mark.parametrize("layout", ["halves", "pairs"])
-def test_the_indexer_is_the_formula(layout):
+def test_the_indexer_is_the_formula(layout, at):
     # The expected rotation multiplies complex numbers, in fp64.
     torch.manual_seed(1)
-    indexer = dsa.Indexer(12, 9, heads=4, head_dim=8, rope_dim=6, rope_layout=layout).double()
+    indexer = dsa.Indexer(12, 9, heads=4, head_dim=8, rope_dim=6, rope_layout=layout, rope_at=at).double()
     hidden, latent = (torch.randn(BATCH, ROWS, width, dtype=torch.float64) for width in (12, 9))
     angles = torch.rand(BATCH, ROWS, 3, dtype=torch.float64)
     query, key, weights = indexer(hidden, latent, angles)
 
     def turned(x):
+        x = x if at == "first" else x.roll(6, -1)
         first, second = (x[..., 0:6:2], x[..., 1:6:2]) if layout == "pairs" else (x[..., :3], x[..., 3:6])
         z = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, :, None]
         return torch.cat([z.real, z.imag, x[..., 6:]], dim=-1)
@@ -318,6 +321,34 @@ def test_the_indexer_is_the_formula(layout):
     oracle.assert_close(products, torch.einsum("bthd,bsid->bths", turned(plain_query), turned(plain_key)))
     projected = (hidden.float() @ indexer.weights_proj.weight.T.float()).double()
     assert torch.allclose(weights.double(), projected * (4 * 8) ** -0.5, rtol=1e-5, atol=1e-7)
+
+
+def test_the_indexer_is_that_of_hy_v4():
+    modeling = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
+    sizes = {"hidden_size": 12, "q_lora_rank": 9, "index_n_heads": 24, "index_head_dim": 8}
+    config = SimpleNamespace(**sizes, qk_rope_head_dim=6, index_topk=TOPK, rms_norm_eps=1e-3)
+    theirs = modeling.HYV4Indexer(config, 0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_()
+    norm = {"key_norm_dtype": torch.float32, "key_norm_eps": 1e-3}
+    ours = dsa.Indexer(12, 9, heads=24, head_dim=8, rope_dim=6, rope_at="last", dtype=torch.bfloat16, **norm)
+    theirs.wq_b.bfloat16()
+    theirs.wk.bfloat16()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.k_norm.weight.dtype == torch.float32
+    hidden, latent = (torch.randn(BATCH, ROWS, width).bfloat16() for width in (12, 9))
+    angles = torch.rand(ROWS, 3)
+    twice = torch.cat([angles, angles], -1)[None].expand(BATCH, -1, -1)
+    rotary = twice.cos().bfloat16(), twice.sin().bfloat16()
+    mask = torch.zeros(BATCH, ROWS, ROWS).masked_fill(~CAUSAL, -torch.inf)
+    chosen = theirs(hidden, latent, rotary, mask, None)
+    found = dsa.lightning_indexer(*ours(hidden, latent, angles), TOPK).topk_indices
+    their_mask = oracle.selected_mask(chosen, ROWS) & CAUSAL
+    # Rotations are rounded in other places, so keys with nearly equal scores may change places.
+    same = (oracle.selected_mask(found, ROWS) & their_mask).sum() / their_mask.sum()
+    assert same > 0.97
 
 
 def test_the_indexer_under_autocast_has_operands_of_one_dtype_and_weights_of_its_projection():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,12 @@ class Indexer(nn.Module):
             ``hidden_size``.
         heads: number of heads, ``index_n_heads``.
         head_dim: size of a head, ``index_head_dim``.
-        rope_dim: number of leading dimensions of a head that are rotated, an even number.
+        rope_dim: number of dimensions of a head that are rotated, an even number; 0 for none.
         rope_layout: pairing of these dimensions: ``"halves"`` for DeepSeek-V3.2, ``"pairs"`` for GLM-5.
+        rope_at: whether the rotated dimensions are the ``"first"`` or the ``"last"`` of a head.
+        key_norm_dtype: dtype of the key norm's parameters and input, fp32 for HY-V4; default ``dtype``, with
+            the projected key as it is.
+        key_norm_eps: term of the key norm's variance.
         backend: backend of the rotation, see :data:`mindspeed_dsa.ops.backend.BackendName`.
         device: device of the parameters.
         dtype: dtype of the parameters except the weights' projection, which DeepSeek keeps in fp32.
@@ -54,6 +58,9 @@ class Indexer(nn.Module):
         head_dim: int = 128,
         rope_dim: int = 64,
         rope_layout: Layout = "halves",
+        rope_at: Literal["first", "last"] = "first",
+        key_norm_dtype: torch.dtype | None = None,
+        key_norm_eps: float = 1e-6,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -64,12 +71,18 @@ class Indexer(nn.Module):
             type(self).__name__,
             f"rope_dim must be even and at most head_dim = {head_dim}, got {rope_dim}",
         )
+        require(
+            rope_at in ("first", "last"),
+            type(self).__name__,
+            f"rope_at must be 'first' or 'last', got {rope_at!r}",
+        )
         self.heads, self.head_dim, self.rope_dim = heads, head_dim, rope_dim
+        self.rope_at, self.key_norm_dtype = rope_at, key_norm_dtype
         self.rope_layout, self.backend = rope_layout, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.wq_b = nn.Linear(query_size or hidden_size, heads * head_dim, bias=False, **made)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False, **made)
-        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6, **made)
+        self.k_norm = nn.LayerNorm(head_dim, key_norm_eps, device=device, dtype=key_norm_dtype or dtype)
         self.weights_proj = nn.Linear(hidden_size, heads, bias=False, device=device, dtype=torch.float32)
 
     def forward(
@@ -86,7 +99,10 @@ class Indexer(nn.Module):
         query = self.wq_b(hidden if query_input is None else query_input)
         query = query.unflatten(-1, (self.heads, self.head_dim))  # [batch, rows, heads, head_dim]
         # Under autocast, norms return fp32 on accelerators.
-        key = self.k_norm(self.wk(hidden)).to(query.dtype).unsqueeze(2)  # [batch, rows, 1, head_dim]
+        key = self.wk(hidden)  # [batch, rows, head_dim]
+        if self.key_norm_dtype is not None:
+            key = key.to(self.key_norm_dtype)
+        key = self.k_norm(key).to(query.dtype).unsqueeze(2)  # [batch, rows, 1, head_dim]
         if angles is not None and self.rope_dim:
             query, key = (self._rotated(x, angles) for x in (query, key))
         with without_autocast(hidden.device.type):
@@ -96,7 +112,7 @@ class Indexer(nn.Module):
 
     @outside_graphs
     def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate the leading dimensions of each head of ``[batch, rows, heads, dim]``."""
+        """Rotate the first or last dimensions of each head of ``[batch, rows, heads, dim]``."""
         require(
             angles.shape[-1] * 2 == self.rope_dim and angles.dim() in (2, 3),
             type(self).__name__,
@@ -110,7 +126,13 @@ class Indexer(nn.Module):
         # The operator has rows first: [rows, batch or 1, 1, rope_dim].
         twice = twice[:, None, None] if twice.dim() == 2 else twice.transpose(0, 1).unsqueeze(2)
         x = x.transpose(0, 1)  # [rows, batch, heads, dim]
-        return rotate(x, rotation(twice, 1.0, self.rope_layout, x, self.backend)).transpose(0, 1)
+        by = rotation(twice, 1.0, self.rope_layout, x, self.backend)
+        if self.rope_at == "last":
+            plain, turned = x.split((self.head_dim - self.rope_dim, self.rope_dim), dim=-1)
+            x = torch.cat((plain, rotate(turned, by)), dim=-1)  # [rows, batch, heads, dim]
+        else:
+            x = rotate(x, by)
+        return x.transpose(0, 1)
 
 
 class DeepSeekSparseAttention(nn.Module):
