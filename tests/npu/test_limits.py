@@ -161,6 +161,7 @@ CALLS = {
     ),
     "keys-behind": (indexer_call, {"ends": torch.arange(1, 21)}, ELSEWHERE),
     "no-relu": (indexer_call, {"ends": torch.arange(21, 41), "use_relu": False}, "use_relu=True"),
+    "pool": (indexer_call, {"ends": torch.arange(21, 41), "pool": 4}, "selects single keys"),
     "width": (attention_call, {"indices": LONG[..., :1000]}, "takes topk 1024, 2048, .* or all keys"),
     "hole": (
         attention_call,

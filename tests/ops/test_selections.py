@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mindspeed_dsa.ops import dsa
 from mindspeed_dsa.ops.dsa import selections
 from tests.ops import oracle
-from tests.ops.random_inputs import indexer_inputs, packed_ranges, random_indices
+from tests.ops.random_inputs import BACKENDS, indexer_inputs, packed_ranges, random_indices
 from tests.ops.test_dsa_layer import SCALE, VALUE, expected, main_inputs
 
 
@@ -123,6 +125,72 @@ def test_pools_are_selected_by_one_key_each():
             assert {key for key in found[b, t].tolist() if key >= 0} == keys
 
 
+def check_pools(backend, device="cpu"):
+    """Compare pools, scores and gradients with the formula, for rows with every kind of range."""
+    rows, keys, pool, topk = 21, 30, 4, 3
+    inputs = indexer_inputs(2, rows, keys, heads=3)
+    index = [x.to(device).requires_grad_() for x in inputs]
+    starts, ends = bounds(rows, keys, 5)
+    starts[:, 3], ends[:, 3] = 9, 9
+    position = torch.arange(keys)
+    sees = (position >= starts[..., None]) & (position < ends[..., None])
+    options = {"starts": starts.to(device), "ends": ends.to(device), "pool": pool, "backend": backend}
+    found = dsa.lightning_indexer(*index, topk, **options)
+    leaves = [x.detach().cpu().double().requires_grad_() for x in index]
+    scores = oracle.index_scores(*leaves).masked_fill(~sees, -torch.inf)
+    scores = torch.nn.functional.pad(scores, (0, 2), value=-torch.inf).unflatten(-1, (-1, pool)).amax(-1)
+    best = scores.topk(topk).indices.sort(-1).values
+    hidden = scores.gather(-1, best).isneginf()
+    best = best.masked_fill(hidden, 99).sort(-1).values
+    expected = scores.gather(-1, best.masked_fill(best == 99, 0)).masked_fill(best == 99, -torch.inf)
+    assert found.topk_indices.dtype == torch.int32
+    assert torch.equal(found.topk_indices.cpu(), best.masked_fill(best == 99, -1).int())
+    seen = best != 99
+    assert (~seen).any()
+    assert (found.topk_scores.cpu()[~seen] == -torch.inf).all()
+    oracle.assert_close(found.topk_scores.detach().cpu()[seen], expected[seen])
+    factors = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1)) * seen
+    ours = torch.autograd.grad(found.topk_scores, index, factors.to(device))
+    theirs = torch.autograd.grad(expected.where(seen, 0), leaves, factors.double())
+    for mine, wanted in zip(ours, theirs, strict=True):
+        oracle.assert_close(mine.cpu(), wanted, backward=True)
+    with torch.no_grad():
+        again = dsa.lightning_indexer(*index, topk, **options)
+    assert torch.equal(again.topk_indices, found.topk_indices)
+    oracle.assert_close(again.topk_scores.cpu()[seen], expected.detach()[seen])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pools_are_selected_by_their_best_key(backend):
+    check_pools(backend)
+
+
+def test_the_blocks_of_minimax_m3():
+    """Four selections by four heads, each for a group of heads; the row's own block is always one."""
+    modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    rows, block, heads, blocks = 37, 4, 4, 3
+    sizes = {"index_head_dim": 8, "index_n_heads": heads, "index_block_size": block}
+    sizes |= {"index_topk_blocks": blocks, "index_local_blocks": 1, "hidden_size": 12, "rms_norm_eps": 1e-6}
+    torch.manual_seed(0)
+    theirs = modeling.MiniMaxM3VLIndexer(SimpleNamespace(**sizes), 0)
+    hidden, position = torch.randn(2, rows, 12), torch.arange(rows)
+    still = torch.ones(1, rows, 8), torch.zeros(1, rows, 8)
+    wanted = theirs(hidden, still, None, position[None].expand(2, -1))  # [2, heads, rows, blocks]
+    with torch.no_grad():
+        query = theirs.q_norm(theirs.q_proj(hidden).unflatten(-1, (heads, 8)))  # [2, rows, heads, 8]
+        key = theirs.k_norm(theirs.k_proj(hidden))  # [2, rows, 8]
+    query = query.transpose(1, 2).flatten(0, 1)[:, :, None]  # [2 * heads, rows, 1, 8]
+    key = key.repeat_interleave(heads, dim=0)
+    own = position // block
+    options = {"pool": block, "use_relu": False, "ends": own * block}
+    found = dsa.lightning_indexer(query, key, query.new_ones(2 * heads, rows, 1), blocks - 1, **options)
+    chosen = torch.cat([found.topk_indices, own.int()[None, :, None].expand(2 * heads, -1, -1)], dim=-1)
+    for mine, other in zip(chosen.flatten(0, 1).tolist(), wanted.flatten(0, 2).tolist(), strict=True):
+        assert sorted(i for i in mine if i >= 0) == sorted(i for i in other if i >= 0)
+    listed = dsa.keys_of_pools(chosen, block, rows)
+    assert listed.amax(-1).tolist() == [position.tolist()] * 2 * heads
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -131,6 +199,10 @@ def test_pools_are_selected_by_one_key_each():
         (lambda x: dsa.with_window(x[0], 1, 9), r"must be \[batch, rows, topk\]"),
         (lambda x: dsa.with_window(x, 1, 10), "is ambiguous; pass ends"),
         (lambda x: dsa.keys_of_pools(x, 0, 9), "pool must be at least 1, got 0"),
+        (
+            lambda x: dsa.lightning_indexer(*indexer_inputs(1, 9), 2, pool=0),
+            "lightning_indexer: pool must be at least 1, got 0",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(call, message):

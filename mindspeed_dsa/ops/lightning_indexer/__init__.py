@@ -39,8 +39,8 @@ class IndexerOutput(NamedTuple):
     """Selected keys and their scores."""
 
     topk_indices: Tensor
-    """``[batch, query_length, topk]`` int32, ascending key positions unless ``in_order`` is False, -1 at the
-    tail."""
+    """``[batch, query_length, topk]`` int32, ascending positions of keys, or numbers of pools, unless
+    ``in_order`` is False; -1 at the tail."""
     topk_scores: Tensor
     """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
 
@@ -56,6 +56,7 @@ def lightning_indexer(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     use_relu: bool = True,
+    pool: int = 1,
     key_receiver: Tensor | None = None,
     form: RowForm | None = None,
     cu_seqlens: Tensor | None = None,
@@ -79,11 +80,15 @@ def lightning_indexer(
         weights: ``[batch, query_length, heads]`` head weights of any sign, already multiplied with every
             scale.
         topk: number of keys to select per query, at least 1; the width of the result is
-            ``min(topk, key_length)``.
+            ``min(topk, key_length)``, or with pools at most their number.
         starts: ``[query_length]`` or ``[batch, query_length]`` int, first visible key; default 0.
         ends: one past the last visible key, with the shape of ``starts``; default ``t + 1``, which requires
             as many queries as keys.
         use_relu: whether the product of each head is clamped at zero.
+        pool: number of consecutive keys that are selected together. With more than one, the results are of
+            pools: pool ``i`` has the keys ``i * pool .. i * pool + pool - 1``, its score is the highest of
+            those that the query sees, and the gradient of that score goes to this key alone. ``topk`` counts
+            pools. :func:`mindspeed_dsa.ops.dsa.keys_of_pools` lists their keys.
         key_receiver: tensor shaped like ``key`` in a wider dtype, never read. Backward gives the gradient of
             ``key`` to this tensor instead of ``key``, so that it is not rounded to the dtype of ``key``.
             Backends that autograd differentiates ignore this argument.
@@ -106,23 +111,50 @@ def lightning_indexer(
     """
     check_operands(OPERATOR, query, key, weights)
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
+    require(pool >= 1, OPERATOR, f"pool must be at least 1, got {pool}")
     batch, query_length = query.shape[:2]
     form = form_of(OPERATOR, cu_seqlens, form, batch, query_length, key.shape[1], starts, ends)
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
     selected: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
     selected = unless_empty(OPERATOR, selected, query, key)
     # With fewer keys than topk the result is narrower, and every query lists all keys that it sees.
-    topk = min(topk, key.shape[1])
-    call = IndexerCall(query, key, weights, use_relu)
+    topk = min(topk, -(-key.shape[1] // pool))
+    call = IndexerCall(query, key, weights, use_relu, pool)
     planned = selected.plan_call(call, topk, ranges, in_order)
     implementation, planned = plan(OPERATOR, backend, selected, planned)
     count_call(OPERATOR, implementation)
     if implementation.KIND == "autograd":
         return IndexerOutput(*implementation.lightning_indexer(call, topk, ranges))
     call = replace(call, plan=planned)
+    if pool > 1:
+        return _select_pools(implementation, call, topk, ranges, key_receiver)
     return IndexerOutput(
         *_Select.apply(implementation, call, topk, ranges, key_receiver, query, key, weights)
     )
+
+
+def _select_pools(
+    implementation: GradientIndexer,
+    call: IndexerCall,
+    topk: int,
+    ranges: Ranges,
+    key_receiver: Tensor | None,
+) -> IndexerOutput:
+    """Select pools; their scores are recomputed as those of their best keys if a gradient is needed."""
+    operands = call.query, call.key, call.weights
+    with torch.no_grad(), spent(OPERATOR, call.query.device):
+        selected = IndexerOutput(*implementation.select(call, topk, ranges))
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
+        return selected
+    with torch.no_grad(), spent(OPERATOR, call.query.device):
+        pools = selected.topk_indices[..., None]
+        # The keys of the selected pools: [batch, query_length, topk, pool]
+        keys = pools * call.pool + torch.arange(call.pool, dtype=torch.int32, device=pools.device)
+        starts, ends = (bound[..., None, None] for bound in ranges[:2])
+        keys.masked_fill_((pools < 0) | (keys < starts) | (keys >= ends), -1)
+        scores = implementation.scores_at(call, keys.flatten(-2)).view(keys.shape)
+        best = keys.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    return selected._replace(topk_scores=_ScoresAt.apply(implementation, call, best, key_receiver, *operands))
 
 
 @outside_graphs

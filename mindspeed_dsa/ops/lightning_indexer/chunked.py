@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
-from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall, pooled, pools_of
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.row_ranges import Ranges
 
@@ -35,9 +35,13 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     query, key, weights, dtype = call.query, call.key, call.weights, wide(call.query.dtype)
 
     def score(b: int, rows: slice) -> Tensor:
-        return _scores(query[b, rows].to(dtype), key[b], weights[b, rows].to(dtype), call.use_relu)
+        scores = _scores(query[b, rows].to(dtype), key[b], weights[b, rows].to(dtype), call.use_relu)
+        if call.pool == 1:
+            return scores
+        return pooled(scores, ranges.starts[b, rows], ranges.ends[b, rows], call.pool)
 
-    return select_by(call, topk, ranges, score)
+    seen = ranges if call.pool == 1 else pools_of(ranges, call.pool)
+    return select_by(call, topk, seen, score)
 
 
 def select_by(
@@ -50,7 +54,7 @@ def select_by(
         topk: number of entries per row.
         ranges: ranges of the keys that each row sees.
         score: function of a sequence's number and a slice of its rows, which returns their scores with all
-            keys, ``[rows, keys]``.
+            keys, ``[rows, keys]``; with pools, ``ranges`` and scores are those of the pools.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -62,15 +66,16 @@ def select_by(
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype, device=device)
     if topk_indices.numel() == 0:
         return topk_indices, topk_scores
-    position = torch.arange(key_length, device=device)
+    choices = -(-key_length // call.pool)  # keys, or pools
+    position = torch.arange(choices, device=device)
     # Bytes per key of a row: the scores, and six int64 of the sort for its order and workspace.
     rows = max(1, _SLAB_BYTES // (key_length * (dtype.itemsize + 6 * 8)))
     for b in range(batch):
         for first in range(0, query_length, rows):
             place = (b, slice(first, first + rows))
-            scores = score(*place)  # [rows, key_length]
+            scores = score(*place)  # [rows, choices]
             seen = (position >= ranges.starts[place][:, None]) & (position < ranges.ends[place][:, None])
-            selected, hidden = _ascending(*_best(scores, seen, topk), key_length)  # [rows, topk] each
+            selected, hidden = _ascending(*_best(scores, seen, topk), choices)  # [rows, topk] each
             topk_scores[place] = scores.gather(-1, selected.masked_fill(hidden, 0)).masked_fill_(
                 hidden, -torch.inf
             )

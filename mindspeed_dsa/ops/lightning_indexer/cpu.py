@@ -23,7 +23,7 @@ from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_block
 from mindspeed_dsa.ops.cpu.chunks import rows_of_sequences
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
-from mindspeed_dsa.ops.lightning_indexer import cpu_dense
+from mindspeed_dsa.ops.lightning_indexer import chunked, cpu_dense
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.row_ranges import Ranges
 
@@ -51,6 +51,8 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    if call.pool > 1:
+        return chunked.select(call, topk, ranges)
 
     def score(slab: Slab, seen: slice, kept: int, scratch: Scratch) -> Tensor:
         return slab_scores(slab, seen, call.use_relu, scratch)

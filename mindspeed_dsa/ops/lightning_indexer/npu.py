@@ -63,6 +63,8 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def plan_call(call: IndexerCall, topk: int, ranges: Ranges, in_order: bool) -> Plan | str:
     """Return the plan of a call, or a sentence that says why this backend cannot take it."""
+    if call.pool > 1:
+        return "npu_lightning_indexer selects single keys (pool=1)"
     if not call.use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:

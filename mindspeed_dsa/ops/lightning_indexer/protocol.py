@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend, Call
@@ -20,6 +22,8 @@ class IndexerCall(Call):
         key: ``[batch, key_length, head_dim]``, in the dtype of the query.
         weights: ``[batch, query_length, heads]``, in any floating dtype.
         use_relu: whether the product of each head is clamped at zero.
+        pool: number of consecutive keys that a selection takes together; selections of more than one are of
+            pools, numbered from 0, whose score is the highest of the keys that the row sees.
         plan: result of the backend's ``plan_call``; None in calls of ``selected_scores`` and ``scores_at``
             without a selection.
     """
@@ -28,7 +32,31 @@ class IndexerCall(Call):
     key: Tensor
     weights: Tensor
     use_relu: bool = True
+    pool: int = 1
     plan: Any = None
+
+
+def pools_of(ranges: Ranges, pool: int) -> Ranges:
+    """Return the ranges of the pools of which rows see some key."""
+    seen = ranges.starts < ranges.ends
+    ends = torch.where(seen, (ranges.ends - 1) // pool + 1, 0)  # [batch, query_length]
+    return Ranges(ranges.starts // pool, ends.to(torch.int32), False)
+
+
+def pooled(scores: Tensor, starts: Tensor, ends: Tensor, pool: int) -> Tensor:
+    """Return the highest visible score of each pool: ``[..., keys]`` -> ``[..., pools]``, -inf without one.
+
+    Args:
+        scores: ``[..., keys]``, overwritten; undefined where a row does not see a key.
+        starts: ``[...]``, first visible key.
+        ends: ``[...]``, one past the last visible key.
+        pool: number of keys of a pool.
+    """
+    keys = scores.shape[-1]
+    position = torch.arange(keys, device=scores.device)
+    hidden = (position < starts[..., None]) | (position >= ends[..., None])
+    scores = F.pad(scores.masked_fill_(hidden, -torch.inf), (0, -keys % pool), value=-torch.inf)
+    return scores.unflatten(-1, (scores.shape[-1] // pool, pool)).amax(dim=-1)
 
 
 class _Indexer(Backend, Protocol):

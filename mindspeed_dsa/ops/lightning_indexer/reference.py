@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.checks import names_key
-from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall, pooled, pools_of
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.row_ranges import Ranges
 
@@ -43,6 +43,9 @@ def visible(starts: Tensor, ends: Tensor, key_length: int) -> Tensor:
 def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     scores = all_scores(call)
+    if call.pool > 1:
+        scores = pooled(scores.clone(), ranges.starts, ranges.ends, call.pool)
+        ranges = pools_of(ranges, call.pool)
     topk_indices = best_keys(scores, topk, ranges)
     return topk_indices, _gather(scores, topk_indices)
 

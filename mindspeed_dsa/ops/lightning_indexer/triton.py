@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.checks import names_key
-from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall, pooled, pools_of
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_gradients_kernel,
     score_slab_kernel,
@@ -117,6 +117,15 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
         score_slab(query[b, rows], key[b], weights[b, rows], starts, ends, slab, call.use_relu)
 
+    def score_pools(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
+        bounds = ranges.starts[b, rows].contiguous(), ranges.ends[b, rows].contiguous()
+        # [rows, key_length]
+        wide = torch.empty(len(bounds[0]), key.shape[1], dtype=torch.float32, device=query.device)
+        score(b, rows, *bounds, wide)
+        slab[: len(wide)] = pooled(wide, *bounds, call.pool)
+
+    if call.pool > 1:
+        return select_by(call, topk, pools_of(ranges, call.pool), score_pools)
     return select_by(call, topk, ranges, score)
 
 
@@ -132,8 +141,9 @@ def select_by(
         call: arguments of the operator.
         topk: number of entries per row.
         ranges: ranges of the keys that each row sees.
-        score: function that writes scores. Its arguments are a sequence's number, a slice of its rows, their
-            starts and ends, and a slab for the scores; see :func:`score_slab`.
+        score: function that writes scores, with pools those of the pools. Its arguments are a sequence's
+            number, a slice of its rows, their starts and ends, and a slab for the scores; see
+            :func:`score_slab`.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -149,7 +159,8 @@ def select_by(
     constants = selection_constants(topk)
     length = constants["LIST"]
     rows = selected_rows(query_length, key_length, length)
-    slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    choices = triton.cdiv(key_length, call.pool)  # keys, or pools
+    slab = torch.empty(rows, choices, dtype=torch.float32, device=device)
     listed_indices = torch.empty(rows, length, dtype=torch.int32, device=device)
     listed_scores = torch.empty(rows, length, dtype=torch.float32, device=device)
     for b in range(batch):
@@ -164,7 +175,7 @@ def select_by(
                 listed_scores,
                 topk_indices[place],
                 topk_scores[place],
-                key_length,
+                choices,
                 topk,
                 **constants,
                 num_warps=8,
