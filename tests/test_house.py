@@ -15,7 +15,7 @@ from tests.support.import_graph import Sources
 
 PACKAGE = "mindspeed_dsa"
 FOLDER = Path(mindspeed_dsa.__file__).parent
-SHARED = ("megatron", "parallel", "context_parallel", "runs")
+SHARED = ("megatron", "optimizers", "parallel", "context_parallel", "runs")
 """Rooms for code that at least two kinds of features use, or a kind and a higher room."""
 SMALLEST, LARGEST = 60, 500
 SMALL = {

@@ -29,6 +29,7 @@ ORDER = (
     {"platforms"},
     {"ops"},
     {"parallel", "runs", "schedule"},
+    {"optimizers"},
     {"context_parallel"},
     {"integrations"},
     {"megatron"},

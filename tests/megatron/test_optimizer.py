@@ -13,11 +13,11 @@ from mindspeed_dsa.megatron.optimizer import (
     Hook,
     OptimizerState,
     Place,
-    StepIntegrity,
     is_sharded,
     rows,
     state_of,
 )
+from mindspeed_dsa.optimizers.integrity import StepIntegrity
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from tests.support.contexts import context

@@ -100,11 +100,9 @@ def counted() -> Iterator[Counter[str]]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from mindspeed_dsa.features.compilation.regions.region import Region
-    from mindspeed_dsa.features.memory.optimizer_memory import Moments
     from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import _Output
     from mindspeed_dsa.features.memory.reuse_fp32_param.shared_weights import Masters
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
-    from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
     from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
     from mindspeed_dsa.features.moe.expert_placement.placing import _Columns
@@ -120,6 +118,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.ops.rms_norm.backends import Cpu as norm
     from mindspeed_dsa.ops.rotary.backends import Cpu as rotary
     from mindspeed_dsa.ops.swiglu.backends import Cpu as activation
+    from mindspeed_dsa.optimizers.moments import Moments
+    from mindspeed_dsa.optimizers.step_pipeline import Pipeline
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()

@@ -24,7 +24,8 @@ from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import (
     SharedStorage,
 )
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, StepIntegrity, Writes, is_sharded
+from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, is_sharded
+from mindspeed_dsa.optimizers.integrity import StepIntegrity, Writes
 
 
 class SharedWeights(OptimizerState):

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.memory.optimizer_memory import FreedStorage, Moments, StateWithMoments, replaced
+from mindspeed_dsa.features.memory.optimizer_memory import FreedStorage, StateWithMoments
 from mindspeed_dsa.features.memory.swap_optimizer.feature import Options, check_swapped_state
-from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Chunk, Parameter, Pipeline, Slab
-from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, StepIntegrity, is_sharded
+from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, is_sharded
+from mindspeed_dsa.optimizers.integrity import StepIntegrity
+from mindspeed_dsa.optimizers.moments import Moments, replaced
+from mindspeed_dsa.optimizers.step_pipeline import Chunk, Parameter, Pipeline, Slab
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.base import Event

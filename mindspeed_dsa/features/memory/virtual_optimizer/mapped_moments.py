@@ -21,20 +21,16 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.memory.optimizer_memory import (
-    MOMENTS,
-    Moments,
-    StateWithMoments,
-    is_torch_adam,
-    replaced,
-)
+from mindspeed_dsa.features.memory.optimizer_memory import StateWithMoments
 from mindspeed_dsa.features.memory.virtual_optimizer.feature import (
     Options,
     check_mapped_moments,
     check_quotas,
 )
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.optimizer import Place, StepIntegrity
+from mindspeed_dsa.megatron.optimizer import Place
+from mindspeed_dsa.optimizers.integrity import StepIntegrity
+from mindspeed_dsa.optimizers.moments import MOMENTS, Moments, is_torch_adam, replaced
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 

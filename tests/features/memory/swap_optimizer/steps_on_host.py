@@ -35,7 +35,7 @@ def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
     """
     from megatron.core.distributed import param_and_grad_buffer
 
-    from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
+    from mindspeed_dsa.optimizers.step_pipeline import Pipeline
 
     job = build(ON, **options)
     pipelines = [pipeline_of(part) for part in job.parts]
@@ -99,7 +99,7 @@ def changed_while_loaded(early: bool) -> dict[str, Any]:
 
 def loading_fails(error: type[Exception] | None, **options: Any) -> dict[str, Any]:
     """Take two steps; the second one's first early load copies one part, then raises ``error`` if given."""
-    from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
+    from mindspeed_dsa.optimizers import step_pipeline
 
     job = build(ON, **options)
     original, calls = step_pipeline._copy, []

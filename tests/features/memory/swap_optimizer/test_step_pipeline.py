@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.memory.optimizer_memory import Moments
-from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
 from mindspeed_dsa.features.memory.swap_optimizer.feature import Options
 from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import (
     EarlyGather,
     SwappedState,
     unless_gathered,
 )
-from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Parameter, Pipeline, Slab
-from mindspeed_dsa.megatron.optimizer import StepIntegrity
+from mindspeed_dsa.optimizers import step_pipeline
+from mindspeed_dsa.optimizers.integrity import StepIntegrity
+from mindspeed_dsa.optimizers.moments import Moments
+from mindspeed_dsa.optimizers.step_pipeline import Parameter, Pipeline, Slab
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform, watched
 
@@ -78,9 +78,10 @@ class Swapped:
 
 
 def build(monkeypatch: pytest.MonkeyPatch) -> Swapped:
-    # Elements per chunk, rounded up: 1024 / 5 = 205.
-    columns = -(-sum(SIZES) // CHUNKS)
-    monkeypatch.setattr(step_pipeline, "columns_of", lambda *unused: columns)
+    # Columns per chunk, rounded up: 1088 / 5 = 218.
+    monkeypatch.setattr(
+        step_pipeline, "columns_of", lambda slabs, *unused: -(-slabs[0].rows.size(1) // CHUNKS)
+    )
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, generator=generator).bfloat16() for size in SIZES]
     # Expanded from one element, so that the optimizer's own parameters take no memory.

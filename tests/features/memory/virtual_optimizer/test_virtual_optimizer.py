@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.memory.optimizer_memory import Moments
 from mindspeed_dsa.features.memory.virtual_optimizer import mapped_moments
 from mindspeed_dsa.features.memory.virtual_optimizer.feature import Options
+from mindspeed_dsa.optimizers.moments import Moments
 from tests.support.contexts import context
 from tests.support.optimizer_training import DISTRIBUTED, JOB, LARGER, OFF, PLAIN, assert_same_training
 

@@ -3,7 +3,8 @@
 A *slab* is one float32 host buffer ``[rows, numel]``. It has the parameters of an optimizer one after the
 other, each at the same columns in every row. The rows are master weight, ``exp_avg`` and ``exp_avg_sq``, or
 only the two moments for parameters that are float32 weights of the model. A *chunk* is a range of columns.
-Adam works element by element, so a chunk may begin and end inside a parameter.
+Adam works element by element, so a chunk may begin and end inside a parameter. Parameters and chunks begin at
+multiples of 64 columns, so that vectorised kernels round each element as in a step of the whole parameter.
 
 There are three staging buffers on the device. While Adam updates one chunk on the current stream, the next
 chunk is loaded into the second buffer and the previous chunk is stored from the third, on separate streams.
@@ -23,11 +24,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.optimizer_memory import MOMENTS, Moments, is_torch_adam
-from mindspeed_dsa.megatron.optimizer import StepIntegrity, Writes
+from mindspeed_dsa.optimizers.integrity import StepIntegrity, Writes
+from mindspeed_dsa.optimizers.moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.base import Event, Stream
+
+# torch's fused Adam on CPUs rounds the elements behind the last whole vector in another way.
+_ALIGNMENT = 64  # columns
 
 # -- state on the host ---------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class Slab:
         numel = 0
         for param in self.parameters:
             self.starts[param.main] = numel
-            numel += param.piece.numel()
+            numel += -(-param.piece.numel() // _ALIGNMENT) * _ALIGNMENT
         # One extra number: Megatron's writer assumes that a tensor which fills its storage never changes.
         memory = host_pool.shared.keep(4 * (count * numel + 1), owner=self).view(torch.float32)
         self.rows = memory[:-1].view(count, numel)
@@ -104,7 +108,7 @@ class Chunk:
 
     Attributes:
         host: view of the slab, ``[rows, columns]``.
-        pieces: slices of parameters in the chunk, in order and without gaps.
+        pieces: slices of parameters in the chunk, in order.
     """
 
     host: Tensor
@@ -136,7 +140,6 @@ def _pieces(slab: Slab, first: int, last: int) -> Iterator[Piece]:
 BUFFERS = 3
 _NUMBER = 4  # bytes of a float32
 _SCRATCH = 12  # maximum bytes per number that torch's unfused Adam allocates
-_ALIGNMENT = 64  # columns, for vectorised copies
 
 
 def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
@@ -346,7 +349,7 @@ class Pipeline:
             if main.grad is None:
                 # As in a stock step, parameters without a gradient are not updated.
                 continue
-            part.grad = local_of(main.grad).view(-1)[piece.start : piece.end]
+            part.grad = local_of(main.grad).reshape(-1)[piece.start : piece.end]
             if index not in view.groups:
                 view.groups[index] = _own_tensors({**all_groups[index], "params": []})
             view.groups[index]["params"].append(part)
