@@ -6,7 +6,7 @@ installed release. See docs/hosts/torchtitan.md.
 * :data:`BY_MODEL`: converters of built models, named in ``[model] converters``. Importing this package
   registers them, which ``[experimental] custom_import`` does.
 * :data:`BY_CONFIG`: converters of configurations: :func:`build` for a ``config_registry``, and
-  :func:`converters` for the command line.
+  :func:`converters` for the command line. :func:`npu_swap_optimizer` is for both.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ def _served(releases: SpecifierSet, part: str) -> bool:
 
 if _served(BY_CONFIG, "torchtitan.config.override"):
     from mindspeed_dsa.integrations.torchtitan.by_config import build, convert_in_place
+    from mindspeed_dsa.integrations.torchtitan.config_converters import swapped_optimizers
+    from mindspeed_dsa.integrations.torchtitan.swapped_moments import DEFAULT_TIMES
+    from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.config.override import override
     from torchtitan.protocols.model import BaseModel
 
-    __all__ += ["build", "converters"]
+    __all__ += ["build", "converters", "npu_swap_optimizer"]
 
     @override(target=BaseModel.Config, description="mindspeed_dsa")  # type: ignore[untyped-decorator]
     def converters(model: Any, *, names: list[str], rows_per_step: int | None = None, **options: Any) -> Any:
@@ -56,6 +59,19 @@ if _served(BY_CONFIG, "torchtitan.config.override"):
         """
         convert_in_place(model, names, rows_per_step, **options)
         return model
+
+    @override(target=OptimizersContainer.Config, description="mindspeed_dsa")  # type: ignore[untyped-decorator]
+    def npu_swap_optimizer(optimizer: Any, *, times: int = DEFAULT_TIMES) -> Any:
+        """Return a configuration of the same optimizers with Adam's moments on the host.
+
+        For a ``config_registry``: ``config.optimizer = npu_swap_optimizer(config.optimizer)``. Also called by
+        ``--override.imports``.
+
+        Args:
+            optimizer: TorchTitan's configuration of optimizers.
+            times: number N of parts of a step; the parts on the device take at most 3 / N of the moments.
+        """
+        return swapped_optimizers(optimizer, times)
 
 elif _served(BY_MODEL, "torchtitan.protocols.model_converter"):
     from mindspeed_dsa.integrations.torchtitan.by_model import register

@@ -7,7 +7,7 @@ does the same from the command line, through ``--override.imports``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mindspeed_dsa.integrations.torchtitan.config_layers import (
-    FusedRMSNorm,
-    GroupedMatmulExperts,
-    PermutingDispatcher,
-    PermutingExchange,
+from mindspeed_dsa.integrations.torchtitan.config_converters import (
+    Experts,
+    Norms,
+    Permutation,
+    Rotary,
+    replace_configs,
 )
 from mindspeed_dsa.integrations.torchtitan.context import Keys, check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
     IndexOperands,
     Projected,
+    attend,
+    enter,
     index_operands,
     local,
     own_random_numbers,
@@ -43,15 +46,10 @@ from mindspeed_dsa.integrations.torchtitan.names import (
     rows_of_a_step,
 )
 from torchtitan.config.override import derive
-from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import LayerNorm
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    LocalTokenDispatcher,
-)
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
@@ -150,6 +148,11 @@ class SparseAttention(LatentAttention):
         self._core = Attention(config.options, config.rows or 1)
         self._knows_context = False
 
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise the attention as TorchTitan does, and enter it for compiled graphs."""
+        super().init_states(buffer_device=buffer_device)
+        enter(self)
+
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelise as TorchTitan does, and store the groups of tensor and context parallel ranks."""
         self._learn_context(parallel_dims.get_mesh("cp") if parallel_dims.cp_enabled else None)
@@ -185,7 +188,8 @@ class SparseAttention(LatentAttention):
 
     def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:
         """Run sparse attention; arguments as in the base class. Masks are derived from ``positions``."""
-        if not self._knows_context:  # parallelize() is called only with tensor or expert parallelism
+        # parallelize() is called only with tensor or expert parallelism. Compiled layers have no context.
+        if not self._knows_context and not torch.compiler.is_compiling():
             self._learn_context(self.inner_attention.context_mesh(x.device))
         flat = x.dim() == 2  # TorchTitan after 0.3 concatenates the tokens of a batch
         self._check_length(x.shape[0] if flat else x.shape[1], flat)
@@ -227,7 +231,7 @@ class SparseAttention(LatentAttention):
             projected = projected._replace(query=projected.query[None], keys=Keys(keys.local[None]))
             index = IndexOperands(index.query[None], Keys(index.keys.local[None]), index.weights[None])
         at = local(positions) if self.documents and positions is not None else None
-        out, self.indexer_loss = self._core.attend(projected, index, at, trains)
+        out = attend(self, projected, index, at, trains)
         out = out.squeeze(0) if flat else out
         if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
@@ -281,29 +285,6 @@ def sparse(
 # -- converters --------------------------------------------------------------------------------
 
 
-def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | None]) -> int:
-    """Replace all configurations of class ``kind`` in the model, and return the number of replacements.
-
-    Args:
-        model: model's configuration.
-        kind: configuration class to replace, including its subclasses.
-        replacement: function of a configuration's name and the configuration; returns the new one, or
-            ``None`` to keep it.
-    """
-    replaced = 0
-    # A list, because the tree changes during the traversal.
-    for name, config, parent, attribute in [*model.traverse(kind)]:
-        new = replacement(name, config)
-        if new is None:
-            continue
-        if isinstance(parent, list):
-            parent[attribute] = new
-        else:
-            setattr(parent, attribute, new)
-        replaced += 1
-    return replaced
-
-
 class Sparse(ModelConfigConverter):
     """Converter ``npu_dsa``: replaces latent attention by sparse attention."""
 
@@ -328,7 +309,9 @@ class Sparse(ModelConfigConverter):
             rows: number of tokens per step; ``None`` if it is set later.
         """
         check_device("npu_dsa", device_type)
-        replaced = _replace(model, LatentAttention.Config, lambda _, each: sparse(each, self.options, rows))
+        replaced = replace_configs(
+            model, LatentAttention.Config, lambda _, each: sparse(each, self.options, rows)
+        )
         if not replaced:
             raise nothing_found("npu_dsa", model, "latent attention (deepseek_v3's Attention)")
 
@@ -368,85 +351,12 @@ def _rows_of(config: Any) -> int:
     return rows_of_a_step(training.global_batch_size, training.local_batch_size, training.seq_len, ranks)
 
 
-class Norms(ModelConfigConverter):
-    """Converter ``npu_rms_norm``: replaces RMSNorm by our operator."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """Configuration without options."""
-
-    def __init__(self, config: Config) -> None:
-        pass
-
-    def convert(self, model_config: Any) -> Any:
-        check_device("npu_rms_norm", device_type)
-
-        def fused(name: str, norm: RMSNorm.Config) -> Any:
-            return derive(norm, FusedRMSNorm.Config) if norm.elementwise_affine else None
-
-        if not _replace(model_config, RMSNorm.Config, fused):
-            raise nothing_found("npu_rms_norm", model_config, "RMSNorm with a weight")
-        return model_config
-
-
-class Experts(ModelConfigConverter):
-    """Converter ``npu_gmm``: computes experts with our grouped matmul."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """Configuration without options."""
-
-    def __init__(self, config: Config) -> None:
-        pass
-
-    def convert(self, model_config: Any) -> Any:
-        check_device("npu_gmm", device_type)
-
-        def multiplied(name: str, experts: GroupedExperts.Config) -> Any:
-            if type(experts) is not GroupedExperts.Config:
-                raise not_plain("npu_gmm", name, experts, GroupedExperts.Config)
-            return derive(experts, GroupedMatmulExperts.Config)
-
-        if not _replace(model_config, GroupedExperts.Config, multiplied):
-            raise nothing_found("npu_gmm", model_config, "grouped experts (a mixture of experts)")
-        return model_config
-
-
-class Permutation(ModelConfigConverter):
-    """Converter ``npu_permute``: permutes tokens of experts with our operator."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """Configuration without options."""
-
-    def __init__(self, config: Config) -> None:
-        pass
-
-    def convert(self, model_config: Any) -> Any:
-        check_device("npu_permute", device_type)
-        replacements = {
-            LocalTokenDispatcher.Config: PermutingDispatcher.Config,
-            AllToAllTokenDispatcher.Config: PermutingExchange.Config,
-        }
-
-        def permuting(name: str, dispatcher: Any) -> Any:
-            if type(dispatcher) not in replacements:
-                raise ValueError(
-                    f"npu_permute: {name} is {type(dispatcher).__qualname__}, which permutes tokens in "
-                    "kernels of its own; choose moe_comm_backend='standard', or leave the converter out"
-                )
-            return derive(dispatcher, replacements[type(dispatcher)])
-
-        if not _replace(model_config, LocalTokenDispatcher.Config, permuting):
-            raise nothing_found("npu_permute", model_config, "token dispatcher (a mixture of experts)")
-        return model_config
-
-
 CLASSES: dict[str, Any] = {
     "dsa": Sparse,
     "rms_norm": Norms,
     "permute": Permutation,
     "grouped_matmul": Experts,
+    "rope": Rotary,
 }
 """Converter classes by device-neutral name."""
 

@@ -3,13 +3,16 @@
 ``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers the converters, and
 ``[model] converters`` lists those to apply. ``[job] custom_config_module =
 "mindspeed_dsa.integrations.torchtitan.by_model"`` adds the section ``[dsa]`` with the options of sparse
-attention.
+attention, and the switch of the optimizer to ``[optimizer]``.
 
 TorchTitan reads the types of fields from annotations, so annotations in this module must not be strings.
 """
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,12 +23,20 @@ from mindspeed_dsa.integrations.torchtitan.context import check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
     Projected,
+    attend,
+    enter,
     index_operands,
     local,
     own_random_numbers,
     shared_key,
 )
-from mindspeed_dsa.integrations.torchtitan.layers import gather_back, multiply_up_to, normalise, route
+from mindspeed_dsa.integrations.torchtitan.layers import (
+    gather_back,
+    multiply_up_to,
+    normalise,
+    rotate_heads,
+    route,
+)
 from mindspeed_dsa.integrations.torchtitan.names import (
     CONVERTERS,
     SparseOptions,
@@ -36,11 +47,23 @@ from mindspeed_dsa.integrations.torchtitan.names import (
     resolve,
     rows_of_a_step,
 )
+from mindspeed_dsa.integrations.torchtitan.swapped_moments import DEFAULT_TIMES, NAME, swap_moments
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.models import _supported_models
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.utils import trunc_normal_
 from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools.utils import device_type
+
+
+@dataclass
+class SwapOptions:
+    """Fields added to section ``[optimizer]``: moments on the host, and the number of parts of a step."""
+
+    npu_swap_optimizer: bool = False
+    npu_swap_optimizer_times: int = DEFAULT_TIMES
 
 
 @dataclass
@@ -48,6 +71,7 @@ class JobConfig:
     """Fields added to TorchTitan's job configuration: section ``[dsa]``, the options of ``npu_dsa``."""
 
     dsa: SparseOptions = field(default_factory=SparseOptions)
+    optimizer: SwapOptions = field(default_factory=SwapOptions)
 
 
 # -- layers ------------------------------------------------------------------------------------
@@ -78,6 +102,8 @@ class SparseAttention(deepseek_v3.Attention):
     indexer_loss: Tensor | None = None
     """Loss of the last training pass, a mean over this rank's tokens."""
     _core: Attention
+    turn = staticmethod(deepseek_v3.apply_rotary_emb)
+    """Rotary embedding; ``npu_rope`` sets another one in the module."""
 
     def take(self, core: Attention, mesh: Any) -> None:
         """Add indexer and core attention to a dense attention whose ``__class__`` was set to this class.
@@ -94,9 +120,10 @@ class SparseAttention(deepseek_v3.Attention):
         self._core = core
 
     def init_weights(self, init_std: float) -> None:
-        """Initialise the attention as TorchTitan does, and the indexer."""
+        """Initialise the attention as TorchTitan does, and the indexer; enter it for compiled graphs."""
         super().init_weights(init_std)
         self.indexer.init_weights()
+        enter(self)
 
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Tensor | None = None
@@ -104,7 +131,7 @@ class SparseAttention(deepseek_v3.Attention):
         """Run sparse attention; arguments as in the base class."""
 
         def rotate(states: Tensor) -> Tensor:
-            return deepseek_v3.apply_rotary_emb(states, freqs_cis, positions)  # type: ignore[no-any-return]
+            return self.turn(states, freqs_cis, positions)  # type: ignore[no-any-return]
 
         # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
@@ -133,10 +160,35 @@ class SparseAttention(deepseek_v3.Attention):
             self.softmax_scale,
             self.v_head_dim,
         )
-        out, self.indexer_loss = self._core.attend(projected, index, None, trains)
+        out = attend(self, projected, index, None, trains)
         if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
         return self._core.gathers_again_behind(self.wo(out))
+
+
+def turn_pairs(heads: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Rotate ``[batch, rows, heads, dim]`` with our operator; arguments as of TorchTitan's function."""
+    pairs = heads.unflatten(-1, (-1, 2))[..., 0]
+    turns = local(deepseek_v3.reshape_for_broadcast(freqs_cis, pairs, positions))
+    cos, sin = (part.repeat_interleave(2, dim=-1) for part in (turns.real, turns.imag))
+    return rotate_heads(heads, cos, sin, "pairs")
+
+
+def with_turn(forward: Any) -> Any:
+    """Return TorchTitan's forward function with :func:`turn_pairs` in place of its rotary embedding.
+
+    Both are functions of one module, and nothing but its name refers to the embedding.
+    """
+    names = {**vars(deepseek_v3), "apply_rotary_emb": turn_pairs}
+    del names["__name__"]  # by it, torch.compile would look names up in TorchTitan's module
+    return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+
+
+class RotatedAttention(deepseek_v3.Attention):
+    """TorchTitan's latent attention with our operator for the rotary embedding."""
+
+    turn = staticmethod(turn_pairs)
+    forward = with_turn(deepseek_v3.Attention.forward)
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -277,6 +329,20 @@ class Norms(Converter):
         return True
 
 
+class Rotary(Converter):
+    """Converter ``npu_rope``: rotates queries and keys of latent attention with our operator."""
+
+    name, wanted = "npu_rope", "latent attention (deepseek_v3's Attention)"
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        if not isinstance(module, deepseek_v3.Attention):
+            return False
+        if type(module) is deepseek_v3.Attention:
+            module.__class__ = RotatedAttention
+        module.turn = turn_pairs  # npu_dsa, before or after this converter, calls it
+        return True
+
+
 class Experts(Converter):
     """Converter ``npu_gmm``: computes experts with our grouped matmul."""
 
@@ -319,6 +385,7 @@ CLASSES: dict[str, type[Converter]] = {
     "rms_norm": Norms,
     "permute": Permutation,
     "grouped_matmul": Experts,
+    "rope": Rotary,
 }
 """Converter classes by device-neutral name."""
 
@@ -327,8 +394,56 @@ def _is_ours(name: str) -> bool:
     return name in CONVERTERS or name in CLASSES
 
 
+class SwappingSpec:
+    """Train spec of a model that builds optimizers with moments on the host if the job switches this on.
+
+    TorchTitan's own spec is read only when it is used, because this imports the model.
+
+    Args:
+        name: name of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        own = import_module(f"torchtitan.models.{self._name}").get_train_spec()
+        value = getattr(own, attribute)
+        return partial(build_swapped, value) if attribute == "build_optimizers_fn" else value
+
+
+def build_swapped(build: Any, model_parts: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a model's optimizers, and move their moments to the host if ``npu_swap_optimizer`` is set.
+
+    Args:
+        build: model's own function that builds the optimizers.
+        model_parts: model's parts on this rank.
+        config: section ``[optimizer]`` of the job.
+        *args: further arguments of ``build``.
+        **kwargs: the same.
+    """
+    optimizers = build(model_parts, config, *args, **kwargs)
+    if getattr(config, "npu_swap_optimizer", False):
+        if type(optimizers) is not OptimizersContainer:
+            raise ValueError(
+                f"{NAME}: {type(optimizers).__qualname__} steps or saves in its own way; leave out "
+                f"optimizer.early_step_in_backward and fault tolerance, or {NAME}"
+            )
+        swap_moments(optimizers, config.npu_swap_optimizer_times)
+    return optimizers
+
+
 def register() -> None:
-    """Register every converter under its name with and without ``npu_``. Call once per process."""
+    """Register every converter under its name with and without ``npu_``, and the models' optimizers.
+
+    Call once per process.
+    """
     for npu, neutral in CONVERTERS.items():
         for name in (npu, neutral):
             register_model_converter(CLASSES[neutral], name)
+    for model in _supported_models:
+        try:
+            register_train_spec(model, SwappingSpec(model))
+        except ValueError:  # the program has registered a spec of its own
+            own = get_train_spec(model)
+            own.build_optimizers_fn = partial(build_swapped, own.build_optimizers_fn)

@@ -1,4 +1,4 @@
-"""Norms, experts and token dispatchers for TorchTitan 0.3 that use our operators."""
+"""Norms, rotary embeddings, experts and token dispatchers for TorchTitan 0.3 that use our operators."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._functional_collectives import wait_tensor
 
+from mindspeed_dsa.integrations.torchtitan.latent_attention import local
 from mindspeed_dsa.integrations.torchtitan.layers import (
     Routed,
     gather_back,
     multiply_up_to,
     normalise,
+    rotate_heads,
     route,
 )
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import RMSNorm
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 
@@ -32,6 +35,35 @@ class FusedRMSNorm(RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dimension."""
         return normalise(input, self.weight, self.eps)
+
+
+class PairsRotary(ComplexRoPE):
+    """Rotary embedding of neighbouring dimensions, computed by our operator."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        """Configuration, with the fields of TorchTitan's own class."""
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate ``[..., heads, dim]`` by complex numbers ``[..., 1, dim / 2]``."""
+        turns = local(rope_cache)
+        cos, sin = (part.repeat_interleave(2, dim=-1) for part in (turns.real, turns.imag))
+        return rotate_heads(query, cos, sin, "pairs"), rotate_heads(key, cos, sin, "pairs")
+
+
+class HalvesRotary(CosSinRoPE):
+    """Rotary embedding of opposite dimensions, computed by our operator."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """Configuration, with the fields of TorchTitan's own class."""
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate ``[..., heads, dim]`` by cosines and sines ``[..., 1, 2 * dim]``."""
+        cos, sin = local(rope_cache).chunk(2, dim=-1)
+        return rotate_heads(query, cos, sin, "halves"), rotate_heads(key, cos, sin, "halves")
 
 
 class GroupedMatmulExperts(GroupedExperts):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from mindspeed_dsa.context_parallel.key_exchange import KeyExchange
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
 from mindspeed_dsa.integrations.torchtitan.context import Context, Keys, Operands, exchanged
+from mindspeed_dsa.integrations.torchtitan.in_graphs import call_in_graph, node, number, numbered
 from mindspeed_dsa.integrations.torchtitan.names import SparseOptions
 from mindspeed_dsa.ops.dsa import DSAOutput, deepseek_sparse_attention, is_faster_by_head
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
@@ -306,3 +307,56 @@ def indexer_losses(model: nn.Module) -> dict[str, float]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "indexer_loss", None), Tensor)
     }
+
+
+# -- attention in compiled graphs --------------------------------------------------------------
+
+
+def enter(layer: Any) -> None:
+    """Give an attention layer the number by which compiled graphs call it.
+
+    The number is a tensor: the compiler would make another graph for each layer of a constant.
+    """
+    layer.number = torch.tensor([number(layer)], device="cpu")
+
+
+def attend(
+    layer: Any, projected: Projected, index: IndexOperands, positions: Tensor | None, trains: bool
+) -> Tensor:
+    """Attend with a layer's core, and store the indexer's loss in the layer; see :meth:`Attention.attend`.
+
+    In a compiled graph this is one node, between the projections before and after it.
+    """
+    if not torch.compiler.is_compiling():
+        out, layer.indexer_loss = layer._core.attend(projected, index, positions, trains)
+        return out  # type: ignore[no-any-return]
+    query, keys, up_projection, softmax_scale, value_dim = projected
+    operands = (query, keys.local, up_projection, index.query, index.keys.local, index.weights, positions)
+    static = f"{softmax_scale} {value_dim} {trains}"
+    return call_in_graph("attention", static, layer.number, *operands)[0]
+
+
+def _attend_in_layer(
+    static: str,
+    layer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    up_projection: Tensor,
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    positions: Tensor | None,
+) -> tuple[Tensor]:
+    softmax_scale, value_dim, trains = static.split()
+    projected = Projected(query, Keys(key), up_projection, float(softmax_scale), int(value_dim))
+    index = IndexOperands(index_query, Keys(index_key), index_weights)
+    out = attend(numbered(layer), projected, index, positions, trains == "True")
+    return (out.contiguous(),)
+
+
+def _attended(static: str, layer: Tensor, query: Tensor, *operands: Tensor | None) -> tuple[Tensor]:
+    batch, rows, heads, _ = query.shape
+    return (query.new_empty(batch, rows, heads * int(static.split()[1])),)
+
+
+node("attention", _attend_in_layer, _attended)

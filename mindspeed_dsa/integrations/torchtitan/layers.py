@@ -1,4 +1,4 @@
-"""Norm, grouped matmul and permutation functions on our operators, shared by all TorchTitan releases."""
+"""Norms, rotations, grouped matmuls and permutations on our operators, shared by all TorchTitan releases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from mindspeed_dsa.integrations.torchtitan.in_graphs import call_in_graph, node
 from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
 from mindspeed_dsa.ops.moe_permute import permute, unpermute
 from mindspeed_dsa.ops.rms_norm import rms_norm
+from mindspeed_dsa.ops.rotary import Layout, rotate, rotation_by
+from mindspeed_dsa.ops.rotary.backends import Reference
+
+_REFERENCE = Reference()  # made here: a graph cannot make an object of an abstract class
 
 
 def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
@@ -34,6 +39,31 @@ def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return DTensor.from_local(rms_norm(hidden.to_local(), weight, eps), mesh, placements, run_check=False)
 
 
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Rotate all dimensions of heads in fp32, as TorchTitan does.
+
+    Args:
+        heads: ``[..., heads, dim]``; a DTensor may be sharded along any dimension but the last.
+        cos: fp32 cosines, ``dim`` last, broadcast against ``heads``. Each value occurs twice, once for each
+            dimension of its pair.
+        sin: sines, in the same way.
+        layout: positions of the two dimensions of a pair.
+
+    Returns:
+        Rotated heads, in the shape and dtype of ``heads``.
+    """
+    if isinstance(heads, DTensor):
+        rotated = rotate_heads(heads.to_local(), cos, sin, layout)
+        return DTensor.from_local(rotated, heads.device_mesh, heads.placements, run_check=False)
+    if torch.compiler.is_compiling():  # the compiler fuses the reference's operations
+        return _REFERENCE.forward(heads.float(), cos, sin, layout).type_as(heads)
+    # Every token is a row of a batch of one: npu_rotary_mul takes one rotation per row.
+    cos, sin = (table.expand(*heads.shape[:-2], 1, -1).flatten(0, -3)[:, None] for table in (cos, sin))
+    rows = heads.float().flatten(0, -3)[:, None]  # [tokens, 1, heads, dim]
+    rotated = rotate(rows, rotation_by(cos, sin, 1.0, layout, rows))
+    return rotated.reshape(heads.shape).type_as(heads)
+
+
 def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Grouped matmul like ``torch._grouped_mm``: multiply each group's rows by the group's matrix.
 
@@ -43,6 +73,8 @@ def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: ``[groups]`` int, ascending, one past each group's last row. Rows after the last end belong to
             the last group.
     """
+    if torch.compiler.is_compiling():
+        return call_in_graph("multiply", "", rows, weight, ends)[0]
     # Extend the last group to the end, so that counts add up to len(rows).
     ends = torch.cat([ends[:-1], ends.new_full((1,), len(rows))])
     # Ends [3, 3, 5] are counts [3, 0, 2].
@@ -63,6 +95,8 @@ class Routed(NamedTuple):
     """``[tokens, experts]``: router's scores of the selected experts, zero elsewhere."""
     row_scores: Tensor
     """``[tokens * topk]``: scores in the order of ``rows``."""
+    map_size: Tensor | None = None
+    """``[1]`` int64 on the host: entries of ``row_map``; the others are padding. ``None``: all of them."""
 
 
 def route(tokens: Tensor, expert_ids: Tensor, scores: Tensor, experts: int) -> Routed:
@@ -74,6 +108,8 @@ def route(tokens: Tensor, expert_ids: Tensor, scores: Tensor, experts: int) -> R
         scores: ``[tokens, topk]``.
         experts: number of experts.
     """
+    if torch.compiler.is_compiling():
+        return Routed(*call_in_graph("route", str(experts), tokens, expert_ids, scores))
     count, topk = expert_ids.shape
     routing = torch.zeros(count, experts, dtype=torch.bool, device=tokens.device).scatter(1, expert_ids, True)
     # topk scores per token as a sparse [tokens, experts] matrix.
@@ -95,5 +131,62 @@ def gather_back(rows: Tensor, routed: Routed, addend: Tensor | None = None, weig
     Returns:
         ``[tokens, dim]`` in the dtype of ``rows``.
     """
+    if torch.compiler.is_compiling():
+        operands = (rows, routed.row_map, routed.map_size, routed.scores, addend)
+        return call_in_graph("gather back", str(weighted), *operands)[0]
     scores = routed.scores if weighted else None
     return unpermute(rows, routed.row_map, len(routed.scores), scores, addend=addend)
+
+
+# -- nodes of compiled graphs ------------------------------------------------------------------
+
+
+def _multiply(static: str, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor]:
+    return (multiply_up_to(rows, weight, ends),)
+
+
+def _product(static: str, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor]:
+    return (rows.new_empty(rows.shape[0], weight.shape[2]),)
+
+
+def _route(experts: str, tokens: Tensor, expert_ids: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+    routed = route(tokens, expert_ids, scores, int(experts))
+    # How many entries a map has depends on the backend, and a graph knows only the most.
+    size = len(routed.row_map)
+    padded = torch.nn.functional.pad(routed.row_map, (0, _map_entries(expert_ids) - size))
+    map_size = torch.tensor([size], device="cpu")
+    return routed.rows, padded, routed.scores, routed.row_scores, map_size
+
+
+def _routed(experts: str, tokens: Tensor, expert_ids: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+    count, rows = len(tokens), expert_ids.numel()
+    return (
+        tokens.new_empty(rows, tokens.shape[1]),
+        tokens.new_empty(_map_entries(expert_ids), dtype=torch.int32),
+        scores.new_empty(count, int(experts)),
+        scores.new_empty(rows),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _map_entries(expert_ids: Tensor) -> int:
+    """Return the most entries of a row map, see :class:`mindspeed_dsa.ops.moe_permute.row_map.RowMap`."""
+    return len(expert_ids) + 1 + 3 * expert_ids.numel()
+
+
+def _gather_back(
+    weighted: str, rows: Tensor, row_map: Tensor, map_size: Tensor, scores: Tensor, addend: Tensor | None
+) -> tuple[Tensor]:
+    routed = Routed(rows, row_map[: int(map_size)], scores, scores)
+    return (gather_back(rows, routed, addend, weighted == "True"),)
+
+
+def _gathered(
+    weighted: str, rows: Tensor, row_map: Tensor, map_size: Tensor, scores: Tensor, addend: Tensor | None
+) -> tuple[Tensor]:
+    return (rows.new_empty(len(scores), rows.shape[1]),)
+
+
+node("multiply", _multiply, _product)
+node("route", _route, _routed)
+node("gather back", _gather_back, _gathered)

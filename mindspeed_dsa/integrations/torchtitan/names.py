@@ -20,6 +20,7 @@ CONVERTERS = {
     "npu_rms_norm": "rms_norm",
     "npu_permute": "permute",
     "npu_gmm": "grouped_matmul",
+    "npu_rope": "rope",
 }
 """Converter names as in TorchTitan-npu, with their device-neutral names."""
 GATHER = "kvallgather_cp_algo"

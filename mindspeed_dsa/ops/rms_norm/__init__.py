@@ -10,6 +10,7 @@ from mindspeed_dsa.ops.checks import require
 from mindspeed_dsa.ops.rms_norm.backends import Norm, Reference
 
 OPERATOR = "rms_norm"
+_REFERENCE = Reference()  # made here: a graph cannot make an object of an abstract class
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -31,7 +32,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto
         BackendUnavailable: the requested backend cannot take the call.
     """
     if torch.compiler.is_compiling():  # the compiler fuses the reference's operations
-        return Reference().rms_norm(hidden, weight, eps)
+        return _REFERENCE.rms_norm(hidden, weight, eps)
     require(
         weight.dim() == 1 and hidden.shape[-1:] == weight.shape,
         OPERATOR,

@@ -13,7 +13,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unle
 from mindspeed_dsa.ops.checks import require
 from mindspeed_dsa.ops.rotary.backends import Layout, Rotator
 
-__all__ = ["OPERATOR", "Layout", "Rotation", "rotate", "rotation"]
+__all__ = ["OPERATOR", "Layout", "Rotation", "rotate", "rotation", "rotation_by"]
 
 OPERATOR = "rotary"
 
@@ -53,7 +53,28 @@ def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend
         ValueError: a shape does not fit.
         BackendUnavailable: the requested backend cannot take the call.
     """
-    width = angles.shape[-1]
+    # Rounded to the dtype of the tensors, as in Megatron.
+    cos, sin = (
+        (part * scale if scale != 1 else part).to(like.dtype) for part in (angles.cos(), angles.sin())
+    )
+    return rotation_by(cos, sin, scale, layout, like, backend)
+
+
+def rotation_by(
+    cos: Tensor, sin: Tensor, scale: float, layout: Layout, like: Tensor, backend: str = "auto"
+) -> Rotation:
+    """Select a backend for rotating by given cosines and sines, as :func:`rotation` does for angles.
+
+    Args:
+        cos: ``[rows, ..., width]`` in the dtype of ``like``, multiplied by ``scale``. Each value occurs
+            twice, once for each dimension of its pair.
+        sin: sines, in the same way.
+        scale: factor that cosines and sines are multiplied by.
+        layout: positions of a pair's coordinates, see :data:`mindspeed_dsa.ops.rotary.backends.Layout`.
+        like: ``[rows, batch, heads, dim]``, tensor with the shape and dtype of the tensors to rotate.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+    """
+    width = cos.shape[-1]
     require(
         width % 2 == 0 and width <= like.shape[-1],
         OPERATOR,
@@ -61,11 +82,7 @@ def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend
     )
     selected: Rotator = choose(OPERATOR, backend, ShapeClass.of(like, ("dim", width)))
     selected = unless_empty(OPERATOR, selected, like)
-    implementation, _ = plan(OPERATOR, backend, selected, selected.plan(like, angles, scale, layout))
-    # Rounded to the dtype of the tensors, as in Megatron.
-    cos, sin = (
-        (part * scale if scale != 1 else part).to(like.dtype) for part in (angles.cos(), angles.sin())
-    )
+    implementation, _ = plan(OPERATOR, backend, selected, selected.plan(like, cos, scale, layout))
     return Rotation(implementation, width, layout, *implementation.tables(cos, sin, layout))
 
 

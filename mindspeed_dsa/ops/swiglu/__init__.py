@@ -10,6 +10,7 @@ from mindspeed_dsa.ops.checks import require
 from mindspeed_dsa.ops.swiglu.backends import Reference, SwiGLU
 
 OPERATOR = "swiglu"
+_REFERENCE = Reference()  # made here: a graph cannot make an object of an abstract class
 
 
 def swiglu(
@@ -33,7 +34,7 @@ def swiglu(
         BackendUnavailable: the requested backend cannot take the call.
     """
     if torch.compiler.is_compiling():  # the compiler fuses the reference's operations
-        return Reference().swiglu(gate_up, bias, scale)
+        return _REFERENCE.swiglu(gate_up, bias, scale)
     width = gate_up.shape[-1]
     require(
         width % 2 == 0,

@@ -13,7 +13,8 @@ from torchtitan.components.optimizer import (
     default_adamw,
     register_moe_load_balancing_hook,
 )
-from torchtitan.config import TrainingConfig
+from torchtitan.config import CompileConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models import deepseek_v3
@@ -76,8 +77,20 @@ def model() -> deepseek_v3.DeepSeekV3Model.Config:
     )
 
 
+COMPILER = os.environ.get("TITAN_COMPILER")
+RECOMPUTATION = {
+    "none": None,
+    "selective": SelectiveAC.Config(),
+    "full": FullAC.Config(),
+    "memory_budget": MemoryBudgetAC.Config(memory_budget=0.2),
+}
+
+
 def tiny() -> Trainer.Config:
+    """Return a job; ``$TITAN_RECOMPUTATION`` and ``$TITAN_COMPILER`` choose what their names say."""
     return Trainer.Config(
+        compile=CompileConfig(enable=bool(COMPILER), backend=COMPILER or "inductor"),
+        activation_checkpoint=RECOMPUTATION[os.environ.get("TITAN_RECOMPUTATION", "selective")],
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
         hf_assets_path="tokenizer",
         metrics=MetricsProcessor.Config(log_freq=1),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,10 @@ OLD = Path(sys.prefix) / "torchtitan-0.2"
 """Folder with the packages of TorchTitan 0.2; the environment has 0.3. `make test-hosts` fills it."""
 BACKEND = ("--parallelism.spmd_backend", "partial_dtensor")
 """The only one of TorchTitan 0.3's three ways to hold parameters that PyTorch before 2.14 supports."""
+
+
+PAGE = ("npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm", "npu_rope")
+"""Converters of the page's configuration."""
 
 
 class Record(NamedTuple):
@@ -37,6 +42,8 @@ class Record(NamedTuple):
     """Bytes of keys and of their gradients that a rank has got from other ranks, by kind of transfer."""
     gradients: dict[str, Tensor]
     """Gradients of the first step, whole, before they are clipped."""
+    parts: list[dict[str, Any]]
+    """Record of each rank, see ``on_cpu.record``."""
     log: str
 
 
@@ -108,7 +115,7 @@ def train(folder: Path, ranks: int, arguments: list[str], **environment: str) ->
         for when in ("initial", "weights")
     )
     steps = [tuple(step) for step in parts[-1]["steps"]]
-    return Record(steps, calls, losses, initial, weights, parts[0]["moved"], gradients, output)
+    return Record(steps, calls, losses, initial, weights, parts[0]["moved"], gradients, parts, output)
 
 
 def assert_one_process(ours: Record, one: Record) -> None:
@@ -124,27 +131,59 @@ def assert_one_process(ours: Record, one: Record) -> None:
         assert error < (5e-5 if ".indexer." in name else 1e-5), f"{name}: {error}"
 
 
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's content; the names of nested entries have dots."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    file = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, file)
+
+    def entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                yield from entries(f"{name}.{key}", each)
+        else:
+            yield name, value
+
+    return dict(entries("", torch.load(file, weights_only=False)))
+
+
+def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Assert that two checkpoints have the same tensors, bit for bit, and the same numbers."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert ours[name].dtype is value.dtype, name
+            assert ours[name].equal(value), name
+        elif isinstance(value, (int, float, str)):
+            assert ours[name] == value, name
+
+
 def plain(name: str) -> str:
     """Return a parameter's name without the recomputation wrapper's prefix."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def by_config(
-    folder: Path, ranks: int = 1, *arguments: str, converters: dict[str, Any] | None = None
+    folder: Path,
+    ranks: int = 1,
+    *arguments: str,
+    converters: dict[str, Any] | None = None,
+    **environment: str,
 ) -> Record:
     """Run TorchTitan 0.3, stock or with converters and their options."""
     name = "tiny" if converters is None else "converted"
     job_arguments = ["--module", "tests.hosts.torchtitan", "--config", name, "--debug.seed", "7", *arguments]
     if ranks > 1:
         job_arguments += BACKEND
-    return train(folder, ranks, job_arguments, TITAN_CONVERTERS=json.dumps(converters))
+    return train(folder, ranks, job_arguments, TITAN_CONVERTERS=json.dumps(converters), **environment)
 
 
 def toml(converters: list[str], dsa: dict[str, Any]) -> str:
     """Return a configuration for TorchTitan 0.2, from docs/hosts/torchtitan.md."""
     page = (ROOT / "docs" / "hosts" / "torchtitan.md").read_text()
     text = page.partition("```toml\n")[2].partition("```")[0]
-    names = 'converters = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]'
+    names = f"converters = {json.dumps(PAGE)}"
     section = "".join(f"{key} = {json.dumps(value)}\n" for key, value in dsa.items())
     head, _, rest = text.replace(names, f"converters = {json.dumps(converters)}").partition("\n[dsa]\n")
     assert rest, "the page's configuration has a section [dsa]"

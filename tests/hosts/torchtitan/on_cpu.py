@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import types
 from collections import Counter
 from pathlib import Path
@@ -90,7 +91,7 @@ def count_calls() -> None:
 
     for module, names in (
         (latent_attention, ("deepseek_sparse_attention",)),
-        (layers, ("rms_norm", "permute", "unpermute", "grouped_matmul")),
+        (layers, ("rms_norm", "permute", "unpermute", "grouped_matmul", "rotate")),
     ):
         for name in names:
             setattr(module, name, counted(name, getattr(module, name)))
@@ -98,7 +99,8 @@ def count_calls() -> None:
 
 def counted(name: str, function):
     def count(*args, **kwargs):
-        calls[name] += 1
+        if not torch.compiler.is_compiling():
+            calls[name] += 1
         return function(*args, **kwargs)
 
     return count
@@ -152,12 +154,50 @@ def keep_gradients(trainer, gradients: dict[str, torch.Tensor]) -> None:
     utils.clip_grad_norm_ = clipped
 
 
+def count_staging(sizes: list[int]) -> None:
+    """Note the bytes of staging buffers of every step with moments on the host."""
+    from mindspeed_dsa.optimizers.step_pipeline import Pipeline
+
+    prefetch = Pipeline.prefetch
+
+    def prefetched(self):
+        prefetch(self)
+        sizes.append(self.staging)
+
+    Pipeline.prefetch = prefetched
+
+
+def moments(optimizers) -> dict[str, int]:
+    """Return the bytes of Adam's moments in our memory of the host, and elsewhere."""
+    from mindspeed_dsa.optimizers.moments import MOMENTS
+    from mindspeed_dsa.parallel.local_shards import local_of
+    from mindspeed_dsa.platforms import host_pool
+
+    sizes = {"host": 0, "device": 0}
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for moment in (local_of(state[name]) for name in MOMENTS):
+                sizes["host" if host_pool.shared.holds(moment) else "device"] += moment.nbytes
+    return sizes
+
+
+def graphs() -> dict[str, int]:
+    """Return how many graphs were compiled, and how often a graph ended at something that none can record."""
+    if "torch._dynamo" not in sys.modules:
+        return {"graphs": 0, "breaks": 0}
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
 def record(folder: Path) -> None:
-    """Write the record after training: logged steps, calls, indexer losses, squares of the weights."""
+    """Write the record after training: logged steps, calls, losses, squares of the weights, bytes, graphs."""
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.train import Trainer
 
     steps, log, train = [], MetricsProcessor.log, Trainer.train
+    staging: list[int] = []
+    count_staging(staging)
 
     def logged(self, step, average, largest, norm, *args, **kwargs):
         steps.append((step, float(average), float(norm)))
@@ -182,6 +222,7 @@ def record(folder: Path) -> None:
 
         losses = [indexer_losses(part) for part in self.model_parts]
         result = {"steps": steps, "calls": calls, "indexer_losses": losses}
+        result |= {"moments": moments(self.optimizers), "staging": max(staging, default=0)} | graphs()
         result |= {"tokens": tokens, "initial": initial, "weights": weights(self), "moved": moved}
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""One rank of layers that FSDP2 shards and that train only their indexers, compared with one process."""
+"""One rank of layers that FSDP2 shards, and of steps with moments on the host, compared with one process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from mindspeed_dsa.integrations.torchtitan import by_config
+from mindspeed_dsa.integrations.torchtitan.swapped_moments import on_host, swap_moments
+from mindspeed_dsa.parallel.local_shards import local_of
 from tests.hosts.torchtitan.config_registry import model
 
 ROWS = 24
@@ -56,3 +59,34 @@ def compare(stage: str) -> list[str]:
         elif param.grad is not None:
             wrong.append(name)
     return wrong
+
+
+def moments_like_meta_weights() -> bool:
+    """Return whether the moments of weights on another device have the given memory of the host."""
+    weight = distribute_tensor(
+        torch.empty(6, 4, device="meta"), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
+    )
+    values = torch.arange(12.0).view(3, 4)
+    moment = on_host(weight, values)
+    return (
+        moment.device.type == "cpu"
+        and moment.placements == weight.placements
+        and moment.shape == weight.shape
+        and local_of(moment).data_ptr() == values.data_ptr()
+    )
+
+
+def step_with_partial_gradients() -> float:
+    """Return how far a step with summands of a gradient is from stock's, largest over all steps."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Replicate()])) for _ in range(2)]
+    stock, swapped = (torch.optim.AdamW([weight], lr=0.1) for weight in weights)
+    swap_moments([swapped], 2)
+    for number in range(3):
+        for weight in weights:
+            generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+            summand = torch.randn(5, 4, generator=generator)
+            weight.grad = DTensor.from_local(summand, mesh, [Partial()])
+        stock.step()
+        swapped.step()
+    return float((weights[0] - weights[1]).abs().max().full_tensor())

@@ -13,8 +13,9 @@ from torchtitan.models import deepseek_v3, llama3
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import FlexAttention
 
-from mindspeed_dsa.integrations.torchtitan import build, by_config, converters
+from mindspeed_dsa.integrations.torchtitan import build, by_config, config_converters, converters
 from mindspeed_dsa.integrations.torchtitan.latent_attention import document_starts
+from tests.hosts.torchtitan import jobs
 from tests.hosts.torchtitan.config_registry import model, tiny
 
 SMALL = {"topk": 16, "index_heads": 4, "index_dim": 32}
@@ -64,9 +65,9 @@ def test_a_model_without_the_layers(name, wanted):
         convert(llama3.model_registry("debugmodel").model, name)
 
 
-@pytest.mark.parametrize("name", ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"])
+@pytest.mark.parametrize("name", jobs.PAGE)
 def test_a_device_without_a_backend(monkeypatch, name):
-    monkeypatch.setattr(by_config, "device_type", "xpu")
+    monkeypatch.setattr(by_config if name == "npu_dsa" else config_converters, "device_type", "xpu")
     with pytest.raises(
         ValueError, match=rf"{name}: .*no backend for 'xpu' devices; they run on cpu, cuda, npu"
     ):

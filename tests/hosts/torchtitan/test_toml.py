@@ -14,6 +14,7 @@ CALLED = {
     "rms_norm": {"rms_norm"},
     "npu_permute": {"permute", "unpermute"},
     "grouped_matmul": {"grouped_matmul"},
+    "npu_rope": {"rotate"},
 }
 SMALL = {"topk": 16, "index_heads": 4, "index_dim": 32}
 DENSE = {**SMALL, "topk": 64, "loss_coeff": 0}
@@ -42,7 +43,7 @@ def test_losses_with_each_converter_are_those_without(folder, stock, name):
 
 
 def test_the_pages_list_with_an_indexer_that_learns(folder):
-    ours = jobs.by_model(folder, 2, converters=["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"], **SMALL)
+    ours = jobs.by_model(folder, 2, converters=list(jobs.PAGE), **SMALL)
     assert set(ours.calls) == set().union(*CALLED.values())
     assert len(ours.indexer_losses) == 8
     assert all(loss > 0 for loss in ours.indexer_losses)
@@ -109,6 +110,46 @@ def test_context_parallel_transfers_are_those_of_the_formula(seeded):
     assert seeded(2, 0.0, *CP).moved == {"keys": of_both, "keys again": of_keys, "gradients": of_keys}
 
 
+@pytest.mark.parametrize("order", [["npu_dsa", "npu_rope"], ["npu_rope", "npu_dsa"]])
+def test_both_converters_of_attention_in_either_order(folder, stock, order):
+    ours = jobs.by_model(folder, converters=order, **DENSE)
+    assert set(ours.calls) == {"deepseek_sparse_attention", "rotate"}
+    assert ours.steps == [pytest.approx(step, rel=1e-5) for step in stock.steps]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_layers_have_no_graph_break(folder, mode):
+    """TorchTitan compiles with `fullgraph`, so that a break would end the job."""
+    compiled = ("--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", mode)
+    eager = jobs.by_model(folder, converters=list(jobs.PAGE), **SMALL)
+    ours = jobs.by_model(folder, 1, *compiled, converters=list(jobs.PAGE), **SMALL)
+    assert ours.parts[0]["graphs"] > 0 == ours.parts[0]["breaks"]
+    assert ours.steps == [pytest.approx(step, rel=1e-5) for step in eager.steps]
+    assert ours.indexer_losses == pytest.approx(eager.indexer_losses, rel=1e-3)
+
+
+SWAP = ("--optimizer.npu_swap_optimizer", "--optimizer.npu_swap_optimizer_times", "4")
+
+
+def test_moments_on_the_host(folder):
+    """Losses and checkpoints are those of TorchTitan's optimizer, and a job goes on from the other's."""
+
+    def run(name: str, *arguments: str) -> jobs.Record:
+        saving = ("--checkpoint.enable", "--checkpoint.interval", "2", "--job.dump_folder", name)
+        return jobs.by_model(folder, 2, *saving, *arguments, converters=[], **DENSE)
+
+    stock, ours = run("stock"), run("ours", *SWAP)
+    assert ours.steps == stock.steps
+    assert all(part["moments"]["device"] == 0 < part["moments"]["host"] for part in ours.parts)
+    saved = [jobs.checkpoint(folder / name / "checkpoint" / "step-2") for name in ("ours", "stock")]
+    assert any(name.endswith(".exp_avg_sq") for name in saved[1])
+    jobs.assert_equal(*saved)
+    for name, arguments in (("stock", SWAP), ("ours", ())):
+        rest = run(name, "--checkpoint.load_step", "2", *arguments)
+        assert rest.steps == stock.steps[2:]
+        assert rest.weights == stock.weights
+
+
 @pytest.mark.parametrize(
     ("converters", "arguments", "message"),
     [
@@ -121,6 +162,8 @@ def test_context_parallel_transfers_are_those_of_the_formula(seeded):
             "'ptrr' deals out tokens",
         ),
         (["npu_dsa"], (*CP, "--compile.enable"), "leave 'model' out of compile.components"),
+        ([], (*SWAP, "--optimizer.early_step_in_backward"), "leave out optimizer.early_step_in_backward"),
+        ([], (*SWAP, "--training.dtype", "bfloat16"), "set training.dtype to float32"),
     ],
 )
 def test_what_is_refused(folder, converters, arguments, message):

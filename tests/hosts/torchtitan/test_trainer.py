@@ -15,12 +15,13 @@ pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3: make t
 DENSE = {"topk": 64, "index_heads": 4, "index_dim": 32, "loss_coeff": 0}
 """All keys are selected: sequences have 64 rows."""
 SPARSE = {"topk": 4, "index_heads": 4, "index_dim": 32}
-ALL = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
+ALL = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm", "npu_rope"]
 CALLED = {
     "dsa": {"deepseek_sparse_attention"},
     "npu_rms_norm": {"rms_norm"},
     "permute": {"permute", "unpermute"},
     "npu_gmm": {"grouped_matmul"},
+    "rope": {"rotate"},
 }
 LAYOUTS = {
     "fsdp": (2, ()),
