@@ -100,9 +100,5 @@ def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[
     for name, why in refused.items():
         value = argument(args, name)
         if value and value != "none":
-            other = "--" + _FLAGS.get(name, name).replace("_", "-")
+            other = "--" + name.replace("_", "-")
             yield f"{flag} cannot be used with {other}, which {why}; omit one of them"
-
-
-_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}
-"""Arguments whose flag has another name."""

@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.dsa import (
     fused_wanted,
     megatron_flag,
 )
+from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
 
@@ -54,6 +55,12 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
             "--no-use-dsa-absorb"
+        )
+    precision = low_precision(args)
+    if precision is not None and precision.stored and parsed.absorb:
+        problems.append(
+            f"the absorbed form multiplies by parts of a weight, which {precision.stored_by} stores in "
+            f"{precision.name}; omit {precision.stored_by} or add --no-use-dsa-absorb"
         )
     return problems
 

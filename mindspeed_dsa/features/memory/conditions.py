@@ -66,15 +66,6 @@ def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator
 Row = tuple[str, str, str]
 """Name of an argument, reason for the conflict, remedy."""
 
-IN_FEW_BITS: tuple[Row, ...] = tuple(
-    (
-        name,
-        f"it was not run with {name}, which may store weights in {name} (--{name}-param-gather)",
-        f"omit --{name}-format",
-    )
-    for name in ("fp8", "fp4")
-)
-"""Low precisions, which conflict with features that move or pack weights."""
 MOVED_STATE: tuple[Row, ...] = (
     (
         "use_precision_aware_optimizer",
@@ -82,7 +73,6 @@ MOVED_STATE: tuple[Row, ...] = (
         "choose one of the two",
     ),
     ("optimizer_cpu_offload", "it moves the same state to the host", "choose one of the two"),
-    *IN_FEW_BITS,
     ("use_megatron_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     ("use_custom_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     (

@@ -310,6 +310,7 @@ DSA = {"experimental_attention_variant": "dsa"}
         (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),
         (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "forms the loss in the backward of sparse attention"),
         (FUSED, DSA | {"delay_wgrad_compute": True}, "no delayed weight gradients"),
+        (FUSED, DSA | {"fp8": "hybrid", "fp8_param_gather": True}, "stores in fp8; omit --fp8-param-gather"),
         (
             IN_FP8,
             DSA,

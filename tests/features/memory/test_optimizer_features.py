@@ -216,12 +216,12 @@ def arguments(case, **given):
 @pytest.mark.parametrize(
     ("case", "given"),
     [
-        (REUSE, {"fp8": None, "use_precision_aware_optimizer": False, "qk_clip": False}),
+        (REUSE, {"fp8": "hybrid", "use_precision_aware_optimizer": False, "qk_clip": False}),
         (REUSE, {"optimizer": "sgd"}),
-        (SWAP, {"fp8": None, "use_precision_aware_optimizer": False}),
+        (SWAP, {"fp8": "hybrid", "use_precision_aware_optimizer": False}),
         (SWAP, {"bf16": False, "swap_optimizer_times": 1}),
         (SWAP, {"use_torch_fsdp2": True, "ckpt_format": "torch_dist"}),
-        (VIRTUAL, {"fp8": None}),
+        (VIRTUAL, {"fp8": "hybrid", "fp8_param_gather": True}),
         (VIRTUAL, {"virtual_optimizer": ["4", "2.5"], "pipeline_model_parallel_size": 2}),
     ],
 )
@@ -233,11 +233,13 @@ def test_ordinary_arguments_are_accepted(case, given):
 MOVERS = [
     ({"use_precision_aware_optimizer": True}, "one of the two"),
     ({"optimizer_cpu_offload": True}, "host"),
-    ({"fp8": "hybrid"}, "--fp8-format"),
-    ({"fp4": "e2m1"}, "--fp4-format"),
     ({"use_megatron_fsdp": True}, "use_megatron_fsdp"),
     ({"rl_offload_optimizer_during_inference": True}, "host"),
     ({"optimizer": "muon"}, "--optimizer muon"),
+]
+WRITERS = [
+    ({"fp8": "hybrid", "fp8_param_gather": True}, "omit --fp8-param-gather"),
+    ({"fp4": "e2m1", "fp4_param": True}, "omit --fp4-param-gather"),
 ]
 READERS = [({"qk_clip": True}, "--qk-clip"), ({"log_params_norm": True}, "--log-params-norm")]
 
@@ -246,7 +248,7 @@ READERS = [({"qk_clip": True}, "--qk-clip"), ({"log_params_norm": True}, "--log-
     ("case", "given", "said"),
     [
         *((case, *each) for case in ALL for each in MOVERS),
-        *((case, *each) for case in (REUSE, SWAP) for each in READERS),
+        *((case, *each) for case in (REUSE, SWAP) for each in (*WRITERS, *READERS)),
         *((case, {"optimizer": "sgd"}, "--optimizer sgd") for case in HOST),
         *((case, {"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, "torch_dist") for case in HOST),
         (REUSE, {"use_torch_fsdp2": True}, "use_torch_fsdp2"),
@@ -270,4 +272,5 @@ def test_what_does_not_combine_is_refused_with_a_reason(case, given, said):
 
 @pytest.mark.parametrize("case", [REUSE, SWAP], ids=str)
 def test_all_problems_are_reported_at_once(case):
-    assert len(case.feature.problems(arguments(case, fp8="hybrid", qk_clip=True, optimizer="muon"))) == 3
+    stored = {"fp8": "hybrid", "fp8_param_gather": True}
+    assert len(case.feature.problems(arguments(case, **stored, qk_clip=True, optimizer="muon"))) == 3

@@ -41,7 +41,7 @@ def test_layers_of_a_built_model(pool, switches, layout, world_size, expected):
     ("arguments", "says"),
     [
         ({"fp8": "hybrid"}, "quantised copy"),
-        ({"fp4": "e2m1"}, "quantised copy"),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "quantised copy"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"enable_cuda_graph": True}, "CUDA graphs"),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, "nothing left to do"),
@@ -70,7 +70,7 @@ def test_modules_that_need_the_checkpoint(monkeypatch, module, engine):
     )
     assert OUTPUTS.is_active(args) is not engine
     assert check_outputs(args) == []
-    args.fp8 = "hybrid"
+    args.cuda_graph_impl = "local"
     problems = check_outputs(args)
     assert len(problems) == (0 if engine else 1)
     assert all(f"--recompute-modules {module} without Transformer Engine" in problem for problem in problems)
@@ -105,6 +105,8 @@ def test_what_goes_together_is_not_refused():
     for arguments in (
         {},
         {"cuda_graph_impl": "none", "fp8": None, "recompute_modules": ["core_attn"]},
+        {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+        {"fp4": "e2m1"},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "mlp"]},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"overlap_moe_expert_parallel_comm": True, "moe_fb_overlap": True},

@@ -138,7 +138,7 @@ def test_the_same_bits_at_other_times(pool, name, tmp_path):
             },
             ("add moe",),
         ),
-        ({"fp8": "hybrid"}, ("--fp8-format",)),
+        ({"fp8": "hybrid"}, ()),
     ],
 )
 def test_what_does_not_combine(given, words):

@@ -195,7 +195,7 @@ def test_no_more_memory_than_is_counted(pool, bound):
         ({"delay_wgrad_compute": True}, ("--delay-wgrad-compute",)),
         ({"defer_embedding_wgrad_compute": True}, ("--defer-embedding-wgrad-compute",)),
         ({"use_megatron_fsdp": True}, ("--use-megatron-fsdp",)),
-        ({"fp8": "hybrid"}, ("--fp8-format",)),
+        ({"fp8": "hybrid"}, ()),
         ({"schedules_method": "dualpipev"}, ("--dualpipev-dw-detach",)),
         ({"num_microbatches_with_partial_activation_checkpoints": 2}, ("partial activation",)),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA
+from mindspeed_dsa.megatron.low_precision import check_own_products
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -33,8 +34,7 @@ def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
             f"{flag} keeps whole weights, of which checkpoints of the format torch hold parts; use "
             "--ckpt-format torch_dist"
         )
-    if argument(args, "fp8") or argument(args, "fp4"):
-        problems.append(f"{flag} multiplies in the parameters' dtype; omit --fp8-format and --fp4-format")
+    problems += check_own_products(args, flag)
     return problems
 
 

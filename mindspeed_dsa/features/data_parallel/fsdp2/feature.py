@@ -10,6 +10,7 @@ from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read_config
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
 from mindspeed_dsa.patches.spec import Patch
 
@@ -70,8 +71,6 @@ _REFUSED = {
         "gradients leave in the moment they are complete; add --no-gradient-accumulation-fusion"
     ),
     "fp16": "Megatron's loss scaling does not see its gradients; use --bf16",
-    "fp8": "it was not run with fp8, which may store weights in fp8 (--fp8-param-gather); omit --fp8-format",
-    "fp4": "it was not run with fp4, which may store weights in fp4 (--fp4-param-gather); omit --fp4-format",
     "optimizer_cpu_offload": "it moves whole parameters' state to the host; omit one of them",
     "use_precision_aware_optimizer": "it needs the distributed optimizer; omit it",
     "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",
@@ -113,6 +112,7 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
     for name, why in _REFUSED.items():
         if argument(args, name):
             yield f"{FLAG} does not combine with {name}: {why}"
+    yield from check_stored(args, FLAG, "it gathers weights without the scales that belong to such weights")
     if argument(args, "untie_embeddings_and_output_weights") is False:
         yield f"{FLAG}: units share no weights; add --untie-embeddings-and-output-weights"
     if argument(args, "ckpt_format") not in (None, "torch_dist", "torch_dcp"):

@@ -16,12 +16,14 @@ from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import (
     CheckpointWithoutOutput,
     RandomStates,
     attributes,
+    keep_inputs,
     needs_gradient,
     within,
 )
 from mindspeed_dsa.features.memory.recompute_outputs.feature import ActivationOptions, check_activation
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function, activation_of
+from mindspeed_dsa.megatron.low_precision import low_precision
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Dict from each MLP or grouped-experts module that recomputes to its name in messages."""
@@ -129,6 +131,8 @@ def _choose_with(context: Context[ActivationOptions]) -> Callable[[Any], None]:
         mlp = context.megatron("core.transformer.mlp").MLP
         for name, module in _mlps(layer, (mlp, *releases.grouped_experts(context.megatron))):
             _chosen[module] = f"layer {layer.layer_number}, {name}"
+            if low_precision(layer.config) is not None:
+                keep_inputs(getattr(module, "linear_fc2", None))
 
     return choose
 

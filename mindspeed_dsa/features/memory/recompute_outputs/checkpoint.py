@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory.recompute_outputs.feature import Options
+from mindspeed_dsa.megatron.low_precision import run_again
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.saved_tensors import bytes_of
 from mindspeed_dsa.parallel.weight_gradients import queued_as_now
@@ -43,6 +44,20 @@ def attributes(module: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+def keep_inputs(*linears: Any) -> None:
+    """Let linear layers of Transformer Engine save their inputs, and quantise them again in backward.
+
+    By default they save a quantised copy, beside which a freed and recomputed input saves nothing. Megatron
+    does the same for its own recomputation of outputs. Other layers save their inputs anyway.
+
+    Args:
+        linears: modules, or ``None``.
+    """
+    for linear in linears:
+        if hasattr(linear, "save_original_input"):  # since Transformer Engine 2.6
+            linear.save_original_input = True
 
 
 class RandomStates:
@@ -88,16 +103,11 @@ class CheckpointWithoutOutput:
     Args:
         megatron: Megatron package whose random generators are restored.
         verify: whether to compare the recomputed bytes with the forward's.
-        fp8: fp8 argument of Megatron's class; must be ``None`` or false.
+        fp8: fp8 argument of Megatron's class: true if the function may multiply in FP8 or FP4.
     """
 
     def __init__(self, megatron: Megatron, verify: bool, fp8: Any = None) -> None:
-        if fp8:
-            raise ValueError(
-                "mindspeed_dsa: outputs cannot be recomputed in fp8 or fp4; switch off "
-                "--recompute-activation-function, --recompute-norm and --recompute-verify"
-            )
-        self._megatron, self._verify = megatron, verify
+        self._megatron, self._verify, self._quantised = megatron, verify, bool(fp8)
         self._pending: _Pending | None = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Tensor | None) -> Any:
@@ -109,6 +119,8 @@ class CheckpointWithoutOutput:
         """
         if not needs_gradient(args):
             return run_function(*args)
+        if self._quantised:
+            run_function = run_again(run_function)
         states = RandomStates(self._megatron)
         with torch.no_grad():
             outputs = run_function(*args)

@@ -21,6 +21,7 @@ from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.low_precision import check_history
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.memory.recompute_outputs"
@@ -196,12 +197,10 @@ def recomputes_without_engine(settings: Any) -> bool:
 def check_outputs(args: Any, options: Options) -> Iterator[str]:
     """Yield conflicts of ``--recompute-verify``, or of Megatron's own modules without Transformer Engine."""
     if argument(args, "recompute_verify"):
-        yield from _check_precision_and_graphs(args, "--recompute-verify")
+        yield from _check_outputs(args, "--recompute-verify")
     elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
         modules = " ".join(_modules(args))
-        yield from _check_precision_and_graphs(
-            args, f"--recompute-modules {modules} without Transformer Engine"
-        )
+        yield from _check_outputs(args, f"--recompute-modules {modules} without Transformer Engine")
 
 
 def _modules(settings: Any) -> list[str]:
@@ -265,7 +264,10 @@ LEARNING_OUTPUTS = Feature(
 
 def _check_recompute(args: Any, flag: str) -> Iterator[str]:
     """Yield the conflicts that recomputing norms and activations have in common."""
-    yield from _check_precision_and_graphs(args, flag)
+    yield from _check_outputs(args, flag)
+    # Transformer Engine's `save_original_input` refuses this recipe.
+    why = "its consumer keeps a quantised copy, which cannot be made again, so nothing would be freed"
+    yield from check_history(args, flag, why)
     yield from check_weight_shards(args, flag)
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
         yield (
@@ -279,15 +281,8 @@ def _check_recompute(args: Any, flag: str) -> Iterator[str]:
         )
 
 
-def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
-    """Yield conflicts of freeing outputs: fp8 and fp4, hyper-connection recompute, and CUDA graphs."""
-    for name in ("fp8", "fp4"):
-        if argument(args, name):
-            yield (
-                f"{flag} cannot be used with --{name}-format: the consumer keeps a quantised copy, "
-                "so nothing would be freed, and recomputing would change scaling factors a second time; drop "
-                "one of them"
-            )
+def _check_outputs(args: Any, flag: str) -> Iterator[str]:
+    """Yield conflicts of freeing outputs: hyper-connection recompute, and CUDA graphs."""
     if "mhc" in (argument(args, "recompute_modules") or ()):
         yield (
             f"{flag} cannot be used with --recompute-modules mhc: Megatron frees and recomputes what several "

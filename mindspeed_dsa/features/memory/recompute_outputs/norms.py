@@ -12,10 +12,18 @@ import torch
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory import chosen_layers
-from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import attributes, within
+from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import attributes, keep_inputs, within
 from mindspeed_dsa.features.memory.recompute_outputs.feature import NormOptions, check_norm
 from mindspeed_dsa.megatron import split_layers
+from mindspeed_dsa.megatron.low_precision import low_precision
 
+_PROJECTIONS = (
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_kv_down_proj",
+    "linear_qkv_down_proj",
+)
 _layers: WeakSet[Any] = WeakSet()
 """Layers whose norms are recomputed."""
 
@@ -59,9 +67,19 @@ class _InPieces(split_layers.Pass):
 def _choose_with(context: Context[NormOptions]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
         _layers.add(layer)
+        if low_precision(layer.config) is not None:
+            keep_inputs(*_readers(layer))
         split_layers.follow(layer, partial(_InPieces, context))
 
     return choose
+
+
+def _readers(layer: Any) -> Iterator[Any]:
+    """Yield the linear layers that read a norm's output; routed experts read a permuted copy of it."""
+    attention, mlp = layer.self_attention, layer.mlp
+    for name in _PROJECTIONS:
+        yield getattr(attention, name, None)
+    yield getattr(getattr(mlp, "shared_experts", mlp), "linear_fc1", None)
 
 
 def choose_in_block(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.conditions import (
-    IN_FEW_BITS,
     Row,
     check_arguments,
     check_optimizer,
     check_weight_shards,
 )
 from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
 
 _FLAG = "--reuse-fp32-param"
@@ -25,7 +25,6 @@ _REFUSED: tuple[Row, ...] = (
         "choose one of the two",
     ),
     ("optimizer_cpu_offload", "it moves the master weights to the host", "choose one of the two"),
-    *IN_FEW_BITS,
     ("use_megatron_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
     ("use_torch_fsdp2", "it shards the weights by itself", "use --swap-optimizer, which saves more"),
     ("use_custom_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
@@ -48,6 +47,7 @@ _OPTIMIZERS = ("adam", "sgd")
 def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
     """Yield arguments or optimizer settings that conflict with ``--reuse-fp32-param``."""
     yield from check_arguments(args, _FLAG, _REFUSED)
+    yield from check_stored(args, _FLAG, "only a bf16 weight is the upper half of its master weight")
     yield from check_weight_shards(args, _FLAG)
     # A namespace without `bf16` does not come from Megatron.
     if hasattr(args, "bf16") and not args.bf16 and not getattr(args, "fp16", False):

@@ -18,6 +18,7 @@ from mindspeed_dsa.features.memory.conditions import (
     wanted,
 )
 from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
 
@@ -66,6 +67,9 @@ _REFUSED: tuple[Row, ...] = (
 def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
     """Yield arguments or optimizer settings that conflict with ``--swap-optimizer``."""
     yield from check_moved_adam(args, _FLAG)
+    yield from check_stored(
+        args, _FLAG, "it writes weights in parts, and the scale of such a weight needs all of it"
+    )
     yield from check_arguments(args, _FLAG, _REFUSED)
     if options.times is not None and options.times < 1:
         yield f"{_FLAG}-times {options.times}: a step has at least one part; use 1 or more"

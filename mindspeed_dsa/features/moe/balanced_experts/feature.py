@@ -14,6 +14,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     expert_tensor_ranks,
     number_of_experts,
 )
+from mindspeed_dsa.megatron.low_precision import check_own_products
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
@@ -99,9 +100,7 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
             f"{_FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the layer apart; "
             "use --moe-fb-overlap in place of that, or omit one of them"
         )
-    for name in ("fp8", "fp4"):
-        if argument(args, name):
-            yield f"{_FLAG} moves weights in the model's dtype, not in {name}; omit --{name}-format or this"
+    yield from check_own_products(args, _FLAG)
     if (argument(args, "cuda_graph_impl") or "none") != "none":
         yield f"{_FLAG} cannot be used with --cuda-graph-impl: a graph would keep one plan; omit one of them"
 

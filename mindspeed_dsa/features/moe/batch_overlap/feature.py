@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     expert_tensor_ranks,
     number_of_experts,
 )
+from mindspeed_dsa.megatron.low_precision import check_rows_together
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
@@ -80,8 +81,6 @@ _REFUSED = {
     "overlap_moe_expert_parallel_comm": "hides the same transfers behind another microbatch",
     "delay_wgrad_compute": "computes the weight gradients that lie under the transfers at another place",
     "overlap_dispatch_backward_with_experts_wgrad": "puts the same weight gradients under one transfer",
-    "fp8": "scales the rows of an expert together, which halves would change",
-    "fp4": "scales the rows of an expert together, which halves would change",
     "enable_cuda_graph": "would hold each transfer at a fixed place",
     "external_cuda_graph": "would hold each transfer at a fixed place",
     "cuda_graph_impl": "would hold each transfer at a fixed place",
@@ -106,6 +105,7 @@ def check_halves(args: Any, options: Options) -> Iterator[str]:
             "ranks; add --expert-tensor-parallel-size 1"
         )
     yield from check_refused(args, _FLAG, _REFUSED)
+    yield from check_rows_together(args, _FLAG, "halves would have scales of their own")
     if not options.always and argument(args, "moe_enable_routing_replay"):
         yield (
             f"{_FLAG} measures with forwards that --moe-enable-routing-replay would count as the step's; add "

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYOUTS: dict[str, Literal["kn", "nk"]] = {"npu": "kn"}
@@ -131,9 +132,11 @@ def check_experts(args: Any, options: Options) -> Iterator[str]:
     """Yield a problem for each argument or field that the grouped matmul does not support."""
     if argument(args, "add_bias_linear"):
         yield f"{_FLAG}: a grouped matmul has no bias; add --disable-bias-linear"
-    for name in ("fp8", "fp4"):
-        if argument(args, name):
-            yield f"{_FLAG}: its operator has no {name}; drop --{name}-format, or use Transformer Engine"
+    precision = low_precision(args)
+    if precision is not None:
+        yield (
+            f"{_FLAG}: its operator has no {precision.name}; drop {precision.flag}, or use Transformer Engine"
+        )
 
 
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.experts"

@@ -19,6 +19,7 @@ from mindspeed_dsa.features.pipeline.split_backward.feature import (
 from mindspeed_dsa.megatron import across_layouts, batches
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
+from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, nearly_even, stages_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -152,8 +153,6 @@ _REFUSED = {
     "enable_cuda_graph": "records the order of another schedule",
     "external_cuda_graph": "records the order of another schedule",
     "cuda_graph_impl": "records the order of another schedule",
-    "fp8": "keeps scales in the order of another schedule",
-    "fp4": "keeps scales in the order of another schedule",
 }
 """Arguments that are refused when set, with the reason."""
 
@@ -336,6 +335,7 @@ FEATURE = Feature(
             priority=-1,
         ),
         RECOMPUTED_LATER,
+        RECOMPUTED_BY_MEGATRON,
         DEFERRED_GRADIENTS,
         *across_layouts.ROWS,
     ),

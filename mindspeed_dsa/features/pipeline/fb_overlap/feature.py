@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     number_of_experts,
     run_shared_expert,
 )
+from mindspeed_dsa.megatron.low_precision import check_history
 from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.megatron.two_streams import ONE_STREAM, Streams
 from mindspeed_dsa.patches import versions
@@ -141,12 +142,9 @@ def _check_recompute(args: Any) -> Iterator[str]:
     flag = "--recompute-granularity full" if granularity == "full" else "--recompute-modules moe"
     if argument(args, "distribute_saved_activations"):
         yield (f"{FLAG} with {flag} recomputes layers from whole inputs; omit --distribute-saved-activations")
-    for name in ("fp8", "fp4"):
-        if argument(args, name):
-            yield (
-                f"{FLAG} with {flag} does not serve Transformer Engine's recomputation; omit --{name}-format "
-                "or the recomputation"
-            )
+    yield from check_history(
+        args, f"{FLAG} with {flag}", "a layer would be recomputed with scales of later microbatches"
+    )
 
 
 def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -65,8 +66,6 @@ def _problems(args: Any) -> Iterator[str]:
         )
     if argument(args, "distribute_saved_activations"):
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
-    if argument(args, "fp8"):
-        yield f"{flag} does not serve Transformer Engine's recomputation; omit it or --fp8-format"
     pairs = argument(args, "moe_fb_overlap")
     if argument(args, "overlap_moe_expert_parallel_comm") and not pairs:
         yield (
@@ -151,6 +150,7 @@ FEATURE = Feature(
             "makes checkpointed segments that can be recomputed before their backward",
             params=("function", "distribute_saved_activations"),
         ),
+        RECOMPUTED_BY_MEGATRON,
         Patch(
             f"{_P2P}:_p2p_ops",
             "wrap",

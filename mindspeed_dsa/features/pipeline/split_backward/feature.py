@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
+from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -113,8 +114,6 @@ _REFUSED = {
     "external_cuda_graph": "would replay whole backwards",
     "cuda_graph_impl": "would replay whole backwards",
     "cpu_offloading": "moves a layer's saved tensors at places in its backward",
-    "fp8": "multiplies in Transformer Engine's layers",
-    "fp4": "multiplies in Transformer Engine's layers",
 }
 """Megatron arguments that are refused when set, with the reason."""
 
@@ -266,6 +265,7 @@ FEATURE = Feature(
             params=("tensor_send_prev",),
         ),
         RECOMPUTED_LATER,
+        RECOMPUTED_BY_MEGATRON,
         DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),

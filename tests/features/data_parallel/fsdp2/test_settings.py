@@ -20,7 +20,7 @@ def problems(**arguments):
         ({"use_distributed_optimizer": True}, "omit --use-distributed-optimizer"),
         ({"gradient_accumulation_fusion": True}, "add --no-gradient-accumulation-fusion"),
         ({"fp16": True}, "use --bf16"),
-        ({"fp8": "e4m3"}, "omit --fp8-format"),
+        ({"fp8": "e4m3", "fp8_param_gather": True}, "omit --fp8-param-gather"),
         ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
         ({"ckpt_format": "torch"}, "use torch_dist"),
         ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
