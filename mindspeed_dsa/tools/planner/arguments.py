@@ -243,7 +243,7 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
     if options.fp8:
         notes.append(
-            "fp8 shortens a step by the factor that published jobs gained; memory is planned for bf16"
+            "fp8 shortens a step by the factor that published jobs gained; activations are planned for bf16"
         )
     if options.transformer_impl != "local":
         notes.append("Transformer Engine's modules are assumed to keep what fused kernels need")

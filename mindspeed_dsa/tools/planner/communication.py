@@ -307,6 +307,11 @@ class _Rank:
     def _trained(self) -> list[Weight]:
         return [w for w in self.weights if not self.job.features.warmup_stage or w.part == "indexer"]
 
+    def _gathered(self, weight: Weight) -> int:
+        """Return the bytes of a number of the weight when ranks gather it after a step."""
+        training = self.job.training
+        return 1 if training.gathers and weight.part in sizes.MULTIPLIED else training.number
+
     def _step(self) -> Iterator[Transfer]:
         layout, training = self.layout, self.job.training
         trained, shards = self._trained(), self.job.shards
@@ -328,7 +333,8 @@ class _Rank:
                 # Without overlap, each of the two distributed optimizers (dense and expert weights) gathers
                 # all weights.
                 gathers = 2 if layout.ep > 1 and not training.overlap_param else 1
-                yield Transfer(group, "all-gather", "weights", gathers * numbers * training.number, "end")
+                nbytes = share * sum(w.on_rank(layout) * self._gathered(w) for w in weights)
+                yield Transfer(group, "all-gather", "weights", gathers * nbytes, "end")
             else:
                 yield Transfer(group, "all-reduce", "gradients", 2 * numbers * size, "end")
         # The first and last stage have copies of the embedding, whose gradients are summed.

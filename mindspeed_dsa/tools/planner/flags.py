@@ -111,6 +111,8 @@ OTHERS = (
     "cuda-graph-modules",
     "cuda-graph-scope",
     "fp8-format",
+    "fp8-recipe",
+    "fp8-param-gather",
     "cp-comm-type",
 )
 CHOICES: Mapping[str, tuple[str, ...]] = {

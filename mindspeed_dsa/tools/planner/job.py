@@ -241,6 +241,8 @@ class Training:
         moments: bytes of a parameter's two moments.
         graphs: whether CUDA graphs launch kernels.
         fp8: whether matrix products are in fp8.
+        stored: whether weights of these products are stored in fp8 (``--fp8-param-gather``).
+        gathers: whether ranks also gather them in fp8 after a step.
         dropout: whether embedding and outputs of attention and MLP have dropout.
         attention_dropout: whether attention's probabilities have dropout.
         grad_half: whether gradient buffers have 2-byte instead of 4-byte elements.
@@ -268,6 +270,8 @@ class Training:
     moments: int = 8
     graphs: bool = False
     fp8: bool = False
+    stored: bool = False
+    gathers: bool = False
     dropout: bool = False
     attention_dropout: bool = False
     schedule: tuple[int, ...] = ()

@@ -238,13 +238,14 @@ def _rank(
         kept["messages"] = messages
     temporary = _temporary(job, rank, weights.largest, kinds)
     staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
-    state = training.number * numbers + buffers + training.grad_number * (dense + experts) + masters + moments
+    stored = training.number * numbers + _in_fp8(job, weights)
+    state = stored + buffers + training.grad_number * (dense + experts) + masters + moments
     # Staging buffers are used in the optimizer step, after activations are freed.
     beside = max(sum(kept.values()) + sum(temporary.values()), staging)
     return RankMemory(
         rank=rank,
         numbers=dict(weights.by_part),
-        weights=training.number * numbers,
+        weights=stored,
         buffers=buffers,
         gradients=training.grad_number * (dense + experts),
         masters=masters,
@@ -260,6 +261,16 @@ def _rank(
         allocator=allocator * (state + beside),
         **_traffic(job, rank, held, kinds),
     )
+
+
+def _in_fp8(job: Job, weights: _Weights) -> float:
+    """Return the bytes of weights in fp8, less those of the bf16 weights that they replace."""
+    if not job.training.fp8:
+        return 0.0
+    # Not divided by shards: the copies stay for all microbatches of a step.
+    numbers = sum(weights.by_part.get(part, 0.0) for part in sizes.MULTIPLIED)
+    # One byte by rows, for forward, and one by columns, for the input's gradient.
+    return (2 - job.training.number * job.training.stored) * numbers
 
 
 def _held(layout: Layout, shards: tuple[int, int], weights: Iterable[Weight]) -> tuple[float, float]:

@@ -25,6 +25,10 @@ PARTS = (
 )
 
 
+MULTIPLIED = frozenset(PARTS) - {"embedding", "router", "norms", "output"}
+"""Parts whose weights Transformer Engine multiplies in fp8."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """Number of parameters of one weight, or of several that are split in the same way.

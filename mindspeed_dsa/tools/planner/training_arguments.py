@@ -7,6 +7,7 @@ import math
 
 from mindspeed_dsa.megatron.batches import entries_of
 from mindspeed_dsa.megatron.dsa import OWN
+from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Features, Sharding, Training
 
@@ -26,6 +27,9 @@ def training_of(options: argparse.Namespace) -> Training:
         pairs = options.moe_fb_overlap  # in pairs, every layer keeps its own input
         full, group = (-1, 1 if pairs else number) if uniform else (number, 1)
     bf16 = options.bf16 or options.fp16
+    # Megatron's own linear layers do not multiply in fp8.
+    precision = low_precision(options) if engine else None
+    stored = precision is not None and precision.stored
     reduced_in_bf16 = (
         options.fsdp2_reduce_dtype == "bf16" if options.use_torch_fsdp2 else options.grad_reduce_in_bf16
     )
@@ -52,7 +56,10 @@ def training_of(options: argparse.Namespace) -> Training:
         masters=_BYTES[options.main_params_dtype],
         moments=_BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype],
         graphs=_has_graphs(options),
-        fp8=bool(options.fp8),
+        fp8=precision is not None,
+        stored=stored,
+        # Numbers of mxfp8 by rows and by columns have other scales, so Megatron gathers bf16.
+        gathers=stored and options.fp8_recipe != "mxfp8",
         dropout=options.hidden_dropout > 0,
         attention_dropout=options.attention_dropout > 0,
         schedule=sizes,

@@ -250,5 +250,37 @@ def test_fp8_shortens_a_step_by_its_factor():
     bf16, fp8 = planned(qwen()), planned(qwen("--fp8-format hybrid"))
     assert fp8.time.total == pytest.approx(bf16.time.total / 1.15)
     assert sum(fp8.time.parts.values()) == pytest.approx(fp8.time.total)
-    assert fp8.worst.total == bf16.worst.total
     assert any("fp8" in note for note in fp8.job.notes)
+
+
+def test_bytes_of_weights_in_fp8():
+    """A number takes a byte by rows and one by columns, beside bf16 or in its place."""
+
+    def gathered(job):
+        transfers = communication.of_job(job)[0]
+        return sum(
+            each.nbytes for each in transfers if (each.collective, each.what) == ("all-gather", "weights")
+        )
+
+    zero = "--use-distributed-optimizer"
+    jobs = [
+        qwen(f"{zero} {more}")
+        for more in (
+            "",
+            "--fp8-format hybrid --fp8-recipe blockwise",
+            "--fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather",
+            "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+        )
+    ]
+    bf16, copied, stored, microscaled = (planned(job).worst for job in jobs)
+    matrices = bf16.numbers["attention"] + bf16.numbers["routed experts"]
+    assert copied.weights == bf16.weights + 2 * matrices
+    assert stored.weights == microscaled.weights == bf16.weights
+    assert copied.masters == stored.masters == bf16.masters > 0
+    assert gathered(jobs[1]) == gathered(jobs[3]) == gathered(jobs[0])
+    # Each of eight ranks has its own experts, and of the gathered weights only attention's are in fp8.
+    dense = sum(bf16.numbers.values()) - bf16.numbers["routed experts"]
+    saved = bf16.numbers["attention"] / (2 * dense)
+    assert gathered(jobs[2]) == pytest.approx((1 - saved) * gathered(jobs[0]))
+    local = planned(qwen("--fp8-format hybrid --transformer-impl local")).worst
+    assert local.weights == planned(qwen("--transformer-impl local")).worst.weights
