@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
+from mindspeed_dsa.megatron.low_precision import LowPrecision, low_precision
 from mindspeed_dsa.tools.migrate.fine_tuning import tune
 from mindspeed_dsa.tools.migrate.job import LATENT, Job, made
 from mindspeed_dsa.tools.migrate.layers import arrange
@@ -202,8 +204,11 @@ def _pairs(job: Job) -> None:
     if pp > 1 and not virtual & set(job.given) and job.text("--schedules-method") != "dualpipev":
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
         job.is_dropped(flag, why, results=False)
-    elif {"--fp8-format", "--fp8"} & set(job.given) and job.text("--recompute-granularity") == "full":
-        why = "Not together with full recomputation in FP8, which is kept."
+    elif (scales := _precision(job)) and scales.history and job.text("--recompute-granularity") == "full":
+        why = (
+            "Not together with full recomputation, which is kept, and scales of earlier microbatches "
+            f"(--fp8-recipe {scales.recipe})."
+        )
         job.is_dropped(flag, why, results=False)
     elif batch and one and batch // (one * replicas) < max(2, pp):
         why = "A step has too few microbatches to pair any: use a larger --global-batch-size to have it."
@@ -225,10 +230,23 @@ def _recomputed_ahead(job: Job) -> None:
             job.is_dropped(flag, "Without --recompute-granularity nothing is recomputed.")
 
 
+def _precision(job: Job) -> LowPrecision | None:
+    """Return what the job's flags say about products in FP8."""
+    given = {
+        "fp8": {"--fp8-format", "--fp8"} & set(job.given),
+        "fp8_recipe": job.text("--fp8-recipe"),
+        "fp8_param_gather": "--fp8-param-gather" in job,
+    }
+    return low_precision(SimpleNamespace(**given))
+
+
 def _optimizer_in_fp8(job: Job) -> None:
+    precision = _precision(job)
     for flag in ("--swap-optimizer", "--swap-optimizer-times"):
-        if flag in job and {"--fp8-format", "--fp8"} & set(job.given):
-            why = "It was not run with fp8 here, which may store weights in fp8 (--fp8-param-gather)."
+        if flag in job and precision is not None and precision.stored:
+            why = (
+                "It writes weights in parts, and weights stored in fp8 (--fp8-param-gather) need all of them."
+            )
             job.is_dropped(flag, why, results=False)
 
 

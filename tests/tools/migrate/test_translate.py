@@ -164,6 +164,10 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             "--recompute-granularity full --fp8-format e4m3",
         ),
         (
+            "--moe-fb-overlap --recompute-granularity full --fp8-format e4m3 --fp8-recipe blockwise",
+            "--moe-fb-overlap --recompute-granularity full --fp8-format e4m3 --fp8-recipe blockwise",
+        ),
+        (
             "--moe-fb-overlap --expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 16",
             "--expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 16",
         ),
@@ -213,7 +217,14 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ),
         ("--disable-gloo-group --ckpt-format torch", "--ckpt-format torch"),
         ("--recompute-in-advance --bf16", "--bf16"),
-        ("--swap-optimizer --swap-optimizer-times 4 --fp8-format e4m3", "--fp8-format e4m3"),
+        (
+            "--swap-optimizer --swap-optimizer-times 4 --fp8-format e4m3 --fp8-param-gather",
+            "--fp8-format e4m3 --fp8-param-gather",
+        ),
+        (
+            "--swap-optimizer --swap-optimizer-times 4 --fp8-format e4m3",
+            "--swap-optimizer --swap-optimizer-times 4 --fp8-format e4m3",
+        ),
         (
             "--swap-attention --swap-modules mlp --recompute-granularity full --recompute-method uniform",
             "--recompute-granularity full --recompute-method uniform",
