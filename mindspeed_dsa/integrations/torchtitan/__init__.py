@@ -22,7 +22,7 @@ from mindspeed_dsa.integrations.torchtitan.names import CONVERTERS, SparseOption
 
 __all__ = ["BY_CONFIG", "BY_MODEL", "CONVERTERS", "SparseOptions", "indexer_losses"]
 
-BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.1,<0.3"), SpecifierSet(">=0.3,<0.4")
+BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.2,<0.3"), SpecifierSet(">=0.3,<0.4")
 """Releases with each mechanism. For a checkout without a release, the module that implements it decides."""
 
 

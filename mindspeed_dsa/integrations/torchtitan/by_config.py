@@ -182,8 +182,8 @@ class SparseAttention(LatentAttention):
         if (flat and ranks > 1) or (self.training and not flat and rows * ranks != length):
             raise ValueError(
                 f"npu_dsa: a layer got {rows} tokens of sequences of {length}, on {ranks} context parallel "
-                "ranks, so that other ranks have keys of which it was not told; use TorchTitan 0.2.2 or 0.3 "
-                "and its own parallelize function of deepseek_v3"
+                "ranks, so that other ranks have keys of which it was not told; use TorchTitan 0.3 and its "
+                "own parallelize function of deepseek_v3"
             )
 
     def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:

@@ -11,7 +11,6 @@ TorchTitan reads the types of fields from annotations, so annotations in this mo
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -272,11 +271,6 @@ class Sparse(Converter):
         section = getattr(job_config, "dsa", None)
         self.options = SparseOptions() if section is None else options_of(asdict(section))
         if parallel_dims.cp_enabled:
-            if find_spec("torchtitan.distributed.context_parallel") is None:
-                raise ValueError(
-                    f"npu_dsa: context_parallel_degree {parallel_dims.cp}: this TorchTitan replaces "
-                    "PyTorch's attention function in all code, ours too; use TorchTitan 0.2.2 or 0.3"
-                )
             check(job_config, self.options.context_parallel_algo, documents=False)
         if parallel_dims.pp_enabled and self.options.loss_coeff > 0:
             raise ValueError(
