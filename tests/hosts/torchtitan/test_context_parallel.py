@@ -42,30 +42,32 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Return a cached function that runs a job from the same weights, on a model without experts.
+    """Return a cached function that runs a job from the same weights.
 
-    TorchTitan multiplies the tokens of experts in bfloat16, so that sums over ranks round differently.
+    The model has no experts, unless converters are given. TorchTitan multiplies their tokens in bfloat16, so
+    that sums over ranks round differently.
     """
     folder = jobs.files(tmp_path_factory.mktemp("torchtitan-cp"))
-    environment = {"TITAN_CONVERTERS": json.dumps(SPARSE), "TITAN_DENSE": "4"}
-    start = [
-        "--module",
-        "tests.hosts.torchtitan",
-        "--config",
-        "converted",
-        "--checkpoint.enable",
-        *jobs.BACKEND,
-    ]
-    seed = [*start, "--checkpoint.create_seed_checkpoint", "--dump_folder", "seed"]
-    done = jobs.start(folder, 1, seed, **environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    start = ["--module", "tests.hosts.torchtitan", "--config", "converted", *jobs.BACKEND]
+    start.append("--checkpoint.enable")
 
     @cache
-    def run(ranks: int, attention: str, *arguments: str) -> jobs.Record:
-        load = ("--checkpoint.initial_load_path", f"{folder}/seed/checkpoint/step-0", "--training.steps", "2")
+    def seed(converters: str, dense: str) -> str:
+        dump = f"seed-{dense}"
+        given = [*start, "--checkpoint.create_seed_checkpoint", "--dump_folder", dump]
+        done = jobs.start(folder, 1, given, TITAN_CONVERTERS=converters, TITAN_DENSE=dense)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return f"{folder}/{dump}/checkpoint/step-0"
+
+    @cache
+    def run(
+        ranks: int, attention: str, *arguments: str, names: tuple[str, ...] = ("npu_dsa",)
+    ) -> jobs.Record:
+        converters, dense = json.dumps({**SPARSE, "names": names}), "4" if len(names) == 1 else "1"
+        load = ("--checkpoint.initial_load_path", seed(converters, dense), "--training.steps", "2")
         dump = ("--dump_folder", f"dump-{len(list(folder.iterdir()))}")
-        given = [*start, *load, *dump, *arguments]
-        return jobs.train(folder, ranks, given, **environment, TITAN_ATTENTION=attention)
+        environment = {"TITAN_CONVERTERS": converters, "TITAN_DENSE": dense, "TITAN_ATTENTION": attention}
+        return jobs.train(folder, ranks, [*start, *load, *dump, *arguments], **environment)
 
     return run
 
@@ -76,6 +78,14 @@ def test_losses_and_gradients_are_those_of_one_process(job, name):
     one, ours = job(1, attention, *data), job(ranks, attention, *layout, *data)
     assert any(".indexer." in key for key in one.gradients)
     jobs.assert_one_process(ours, one)
+
+
+def test_all_converters_beside_expert_parallel_ranks(job):
+    names = ("npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm")
+    arguments = (*CP, "--parallelism.expert_parallel_degree", "2")
+    one, ours = job(1, "sdpa", names=names), job(2, "sdpa", *arguments, names=names)
+    assert ours.moved["keys"] > 0
+    assert ours.steps == [pytest.approx(step, rel=1e-5) for step in one.steps]
 
 
 def test_documents_change_the_losses(job):
