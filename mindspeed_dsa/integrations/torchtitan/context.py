@@ -27,7 +27,7 @@ Context = KeyExchange | ContextParallelStrategy
 
 
 class Keys(NamedTuple):
-    """Keys of a layer that attention will read: this rank's, or those of the sequence under way."""
+    """Keys of a layer: of this rank's tokens, or of the whole sequence while they are gathered."""
 
     local: Tensor
     """``[batch, rows, dim]``."""
@@ -115,7 +115,7 @@ class Operands(NamedTuple):
     index_key: Tensor
     """``[batch, keys, index_dim]``."""
     index_weights: Tensor
-    """``[batch, rows, index_heads]``, in fp32 also beside 16-bit queries."""
+    """``[batch, rows, index_heads]``, in fp32 also with 16-bit queries."""
 
 
 def exchanged(strategy: ContextParallelStrategy, mine: Operands) -> tuple[Operands, Tensor | None]:
@@ -136,7 +136,7 @@ def exchanged(strategy: ContextParallelStrategy, mine: Operands) -> tuple[Operan
         x.transpose(0, 1).unsqueeze(2) for x in (queries, mine.key, mine.index_key, mine.index_weights)
     )
     sent = strategy.exchange(queries, key, index_key)
-    # Weights have another dtype. A key and a value have to go with them, which nobody reads.
+    # Weights have another dtype. They need a key and a value to go with them, which are not read.
     unread = weights.detach()[..., :1]
     weights = strategy.exchange(weights, unread, unread).query
     queries, key, index_key, weights = (

@@ -258,7 +258,7 @@ def _by_runs(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend once per run of contiguous tokens, with the keys up to the run's end.
 
-    All backends take this form, those on Ascend too, and no device has to be asked for ranges of keys.
+    All backends take this form, also on Ascend, and no range of keys has to be read from a device.
     """
     query, key, index_query, index_key, index_weights = operands
     results = [
