@@ -137,7 +137,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
 
 
 def _attend_to_shared(problem: Problem, given: Chosen) -> Result:
-    """Attend to the selection of a layer below. A loss is that of the indexer of the layer below."""
+    """Attend to the selection of a layer below. A loss belongs to the indexer of the layer below."""
     (topk_indices,), loss, operands = given.topk_indices, problem.loss, problem.operands
     if topk_indices is None:
         out = attend_densely(operands, problem.rows, problem.backend).out

@@ -359,7 +359,7 @@ def _aliases(output: Any) -> Any:
 
 
 def _layers_of(chunk: Any, index: int) -> list[_Layer]:
-    """Return a chunk's decoder layers with DSA, ascending; without those of multi-token prediction."""
+    """Return a chunk's decoder layers with DSA, ascending, without layers of multi-token prediction."""
     layers, most = [], _config_of(chunk).num_layers
     for module in chunk.modules():
         attention = getattr(getattr(module, "self_attention", None), "core_attention", None)
