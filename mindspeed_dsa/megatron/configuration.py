@@ -35,16 +35,6 @@ def argument(args: Any, name: str) -> Any:
     return getattr(args, name, None)
 
 
-def uses_cuda_graphs(args: Any) -> bool:
-    """Return whether parts of the model run as CUDA graphs, under any release's flag."""
-    implementation = argument(args, "cuda_graph_impl") or "none"
-    return bool(
-        implementation != "none"
-        or argument(args, "enable_cuda_graph")
-        or argument(args, "external_cuda_graph")
-    )
-
-
 class _Together:
     """Read-only namespace over several configurations, searched in order."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.dsa import (
     fused_wanted,
     megatron_flag,
 )
+from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
@@ -51,6 +52,7 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
         problems += _precision_problems(parsed)
     if parsed.learns_served:
         problems += _loss_layers_problems(parsed, args)
+    problems += refuse_packs_in_graphs(args)
     if getattr(args, "delay_wgrad_compute", False) and parsed.absorb:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
@@ -63,6 +65,15 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
             f"{precision.name}; omit {precision.stored_by} or add --no-use-dsa-absorb"
         )
     return problems
+
+
+def refuse_packs_in_graphs(args: Any) -> Iterator[str]:
+    """Yield a problem if Megatron delivers packed documents to attention that runs as a CUDA graph."""
+    for name in ("sft", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            flag = f"--{name.replace('_', '-')} with fused DSA"
+            why = "the host reads at which token each document of a pack begins"
+            yield from refuse_graphs(args, flag, why, {ATTENTION})
 
 
 def _platform_problems(backend: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 
 # -- activation: a switch or one of its options activates, so that an option without its switch is reported
 
@@ -88,6 +89,7 @@ def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
     """Yield argument conflicts of a feature that relocates optimizer state and supports Adam only."""
     yield from check_arguments(args, flag, MOVED_STATE)
     yield from check_weight_shards(args, flag)
+    yield from refuse_graphs(args, flag, "its step works on state in host memory", {OPTIMIZER})
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
     if argument(args, "use_torch_fsdp2") and argument(args, "ckpt_format") == "torch_dcp":
         yield (

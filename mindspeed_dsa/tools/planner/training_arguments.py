@@ -7,6 +7,7 @@ import math
 
 from mindspeed_dsa.megatron.batches import entries_of
 from mindspeed_dsa.megatron.dsa import OWN
+from mindspeed_dsa.megatron.graphs import captured
 from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Features, Sharding, Training
@@ -55,7 +56,7 @@ def training_of(options: argparse.Namespace) -> Training:
         flex=options.moe_token_dispatcher_type == "flex",
         masters=_BYTES[options.main_params_dtype],
         moments=_BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype],
-        graphs=_has_graphs(options),
+        graphs=bool(captured(options)),
         fp8=precision is not None,
         stored=stored,
         # Numbers of mxfp8 by rows and by columns have other scales, so Megatron gathers bf16.
@@ -64,12 +65,6 @@ def training_of(options: argparse.Namespace) -> Training:
         attention_dropout=options.attention_dropout > 0,
         schedule=sizes,
     )
-
-
-def _has_graphs(options: argparse.Namespace) -> bool:
-    """Return whether CUDA graphs launch kernels, by the flags of old or new releases."""
-    chosen = options.cuda_graph_impl not in (None, "none")
-    return bool(chosen or options.enable_cuda_graph or options.external_cuda_graph)
 
 
 def batch_sizes(options: argparse.Namespace) -> tuple[int, ...]:

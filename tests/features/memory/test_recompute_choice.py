@@ -42,8 +42,8 @@ def test_layers_of_a_built_model(pool, switches, layout, world_size, expected):
     [
         ({"fp8": "hybrid"}, "quantised copy"),
         ({"fp8": "hybrid", "fp8_recipe": "custom"}, "quantised copy"),
-        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"enable_cuda_graph": True}, "CUDA graphs"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: "),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, "nothing left to do"),
         ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
         ({"overlap_moe_expert_parallel_comm": True}, "takes apart"),

@@ -23,6 +23,7 @@ from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA, megatron_flag, uses_dsa
+from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.attention.context_parallel"
@@ -130,6 +131,12 @@ def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
             "kvallgather_cp_algo gathers the keys of sparse attention, and this model has dense attention; "
             "use megatron_cp_algo, ulysses_cp_algo or hybrid_cp_algo"
         )
+    yield from refuse_graphs(
+        args,
+        "--context-parallel-size with Megatron's own attention",
+        "keys and values travel between pieces of attention, and the host waits for them",
+        {ATTENTION},
+    )
     yield from _check_heads(args, options, names)
     yield from _check_attention(args)
 

@@ -16,6 +16,7 @@ from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
 from mindspeed_dsa.megatron.batches import EVAL_MICRO, evaluates
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
+from mindspeed_dsa.megatron.graphs import ATTENTION, REST, refuse_graphs
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -110,6 +111,12 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
     ):
         if getattr(args, name, False):
             problems.append(f"--pack-documents and {flag} both say which tokens see each other; omit one")
+    problems += refuse_graphs(
+        args,
+        "--pack-documents",
+        "the documents of each pack, which the host lists, decide which keys a graph reads",
+        {ATTENTION, REST},
+    )
     return problems
 
 

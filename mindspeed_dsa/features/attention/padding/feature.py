@@ -12,6 +12,7 @@ from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.dsa import megatron_flag, uses_dsa
+from mindspeed_dsa.megatron.graphs import ATTENTION, REST, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
         )
     if argument(args, "sft"):
         yield f"--sft: its batches describe their documents, and no padding; omit it, or {INSTEAD}"
+    yield from refuse_graphs(
+        args,
+        "a --seq-length that ranks do not divide",
+        "masks of padding are copied from the host",
+        {ATTENTION, REST},
+    )
     balancing = argument(args, "moe_router_load_balancing_type")
     for kind in ("sinkhorn", "quantile_balancing"):
         if balancing == kind or (isinstance(balancing, (list, tuple)) and kind in balancing):

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 
 def check_regions(args: Any, options: Any) -> Iterator[str]:
     """Yield problems with arguments that do not work together with compiled regions."""
-    if argument(args, "cuda_graph_impl") not in (None, "none") or argument(args, "enable_cuda_graph"):
-        yield (
-            "--compile-regions compiles at the first steps, which a CUDA graph cannot record; omit "
-            "--cuda-graph-impl, or --compile-regions"
-        )
+    yield from refuse_graphs(
+        args, "--compile-regions", "it compiles at the first steps, which no graph captures"
+    )
 
 
 _IMPL = "mindspeed_dsa.features.compilation.regions"

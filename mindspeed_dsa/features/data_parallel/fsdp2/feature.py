@@ -10,6 +10,7 @@ from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read_config
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
 from mindspeed_dsa.patches.spec import Patch
@@ -62,7 +63,6 @@ _OWN = (
     "fsdp2_sharding_size",
     "fsdp2_shard_experts",
 )
-_GRAPHS = "graphs read weights where they lay when recorded, and gathers move them; omit it"
 _MAMBA = "checkpoints of Mamba layers cut weights in ways of their own; omit one of them"
 _REFUSED = {
     "use_megatron_fsdp": "both shard the weights; choose one",
@@ -82,8 +82,6 @@ _REFUSED = {
     ),
     "is_hybrid_model": _MAMBA,
     "hybrid_layer_pattern": _MAMBA,
-    "enable_cuda_graph": _GRAPHS,
-    "external_cuda_graph": _GRAPHS,
 }
 
 
@@ -119,8 +117,9 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
         yield f"{FLAG}: shards are saved with --ckpt-format torch_dist or torch_dcp alone; use torch_dist"
     yield from _check_parallel_checkpoints(args)
     yield from _check_experts(args, options)
-    if (argument(args, "cuda_graph_impl") or "none") != "none":
-        yield f"{FLAG} does not combine with cuda_graph_impl: {_GRAPHS}"
+    yield from refuse_graphs(
+        args, FLAG, "graphs read weights where they lay when captured, and gathers move them"
+    )
     if (argument(args, "experimental_attention_variant") or "dsa") not in ("dsa", "none"):
         yield f"{FLAG}: checkpoints of linear attention cut weights in ways of their own; omit {FLAG}"
     if argument(args, "optimizer") not in (None, "adam", "sgd"):

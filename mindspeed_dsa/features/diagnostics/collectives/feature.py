@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -70,6 +71,7 @@ def check_recording(args: Any, options: Any) -> Iterator[str]:
     nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if nearest.is_dir() and not os.access(nearest, os.W_OK):
         yield f"--record-collectives {folder}: {nearest} cannot be written to; name another folder"
+    yield from refuse_graphs(args, "--record-collectives", "collectives of a replay pass no Python")
     minutes = getattr(args, "distributed_timeout_minutes", None)
     # The timeout of a group kills the process, and nothing would be written.
     if minutes and silence_s >= 60 * minutes:

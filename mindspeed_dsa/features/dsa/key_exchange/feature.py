@@ -13,6 +13,7 @@ from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
+from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -79,6 +80,9 @@ def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
             f"DSA's attention gathers keys, and {', '.join(sorted(others))} was named; use "
             "kvallgather_cp_algo"
         )
+    yield from refuse_graphs(
+        args, "--context-parallel-size with DSA", "the host waits for the gather of keys", {ATTENTION}
+    )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     if release is None or release not in _OWN_CODE:
         return

@@ -9,8 +9,9 @@ from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.dsa.selection_search.greedy import Request, keep_problems, letters_of
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import Options as Parts
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
@@ -50,8 +51,7 @@ def check_search(args: Any, options: Options | None) -> Iterator[str]:
         yield (
             f"{SEARCH}: --dsa-stage {parts.stage} attends to all keys, whichever layer selects; omit the flag"
         )
-    if uses_cuda_graphs(args):
-        yield f"{SEARCH}: a CUDA graph keeps the pattern that it was captured with; omit the graphs"
+    yield from refuse_graphs(args, SEARCH, "a graph keeps the pattern that it was captured with")
     try:
         request = Request.read(options.folder)
     except RunError as error:

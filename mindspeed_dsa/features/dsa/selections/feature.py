@@ -12,9 +12,10 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
+from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
@@ -30,8 +31,12 @@ _ALL = ">=0.12.1,<0.21"
 
 
 def check_sharing(args: Any, options: Parts) -> Iterator[str]:
-    """Yield a problem if a layer would reuse a selection made in another pipeline chunk."""
+    """Yield a problem if a layer would reuse a selection of another pipeline chunk, or of another graph."""
     yield from check_chunks(args)
+    if Sharing.of(args).is_on:
+        yield from refuse_graphs(
+            args, "--dsa-indexer-topk-freq", "selections pass from layer to layer beside a graph", {ATTENTION}
+        )
 
 
 SHARED_SELECTIONS = Feature(
@@ -279,11 +284,9 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
             f"{flags}: with slime's --allgather-cp a context parallel rank has a piece of the whole pack, "
             "and not two chunks of each document, by which rows are found here; omit --allgather-cp"
         )
-    if uses_cuda_graphs(args):
-        yield (
-            f"{flags}: a CUDA graph attends to the keys of the step that it was captured in; omit the "
-            "graphs, or the flag"
-        )
+    yield from refuse_graphs(
+        args, flags, "a graph attends to the keys of the step that it was captured in", {ATTENTION}
+    )
     if asked.mass and platforms.current().name == "npu":
         yield (
             f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record on "

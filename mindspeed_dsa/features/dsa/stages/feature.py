@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.megatron import optimizer
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, STAGES, Options, megatron_flag, uses_dsa
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 WITHOUT_LOSS = ("dense", "frozen")
@@ -45,6 +46,10 @@ def check_stage(args: Any, options: Options) -> Iterator[str]:
         )
     if options.warmup and not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
         yield "--dsa-stage warmup trains by the indexer loss alone; set --dsa-indexer-loss-coeff above 0"
+    if options.warmup:
+        yield from refuse_graphs(
+            args, "--dsa-stage warmup", "its layers have no backward for a graph, only their indexers have"
+        )
 
 
 _STAGE = Flag(

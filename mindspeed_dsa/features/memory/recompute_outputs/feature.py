@@ -19,8 +19,9 @@ from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
 from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted, without
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_history
 from mindspeed_dsa.patches.spec import Patch
 
@@ -288,11 +289,7 @@ def _check_outputs(args: Any, flag: str) -> Iterator[str]:
             f"{flag} cannot be used with --recompute-modules mhc: Megatron frees and recomputes what several "
             "layers' hyper-connections put out together; drop one of them"
         )
-    if uses_cuda_graphs(args):
-        yield (
-            f"{flag} cannot be used with CUDA graphs: a graph holds the addresses of the memory that this "
-            "frees; drop --cuda-graph-impl or this"
-        )
+    yield from refuse_graphs(args, flag, "a graph holds the addresses of the memory that this frees")
 
 
 def _check_own_module(args: Any, flag: str, module: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from mindspeed_dsa.features.memory.conditions import (
     check_weight_shards,
 )
 from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
 
@@ -49,6 +50,9 @@ def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_stored(args, _FLAG, "only a bf16 weight is the upper half of its master weight")
     yield from check_weight_shards(args, _FLAG)
+    yield from refuse_graphs(
+        args, _FLAG, "the step reads on the host which weights have no pair", {OPTIMIZER}
+    )
     # A namespace without `bf16` does not come from Megatron.
     if hasattr(args, "bf16") and not args.bf16 and not getattr(args, "fp16", False):
         yield (

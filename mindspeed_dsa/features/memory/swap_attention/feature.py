@@ -12,7 +12,8 @@ from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
 from mindspeed_dsa.features.memory.conditions import check_has_effect, check_weight_shards, wanted, without
 from mindspeed_dsa.megatron import batches, releases
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
@@ -127,11 +128,9 @@ def _check_other_movers(args: Any) -> Iterator[str]:
                 f"--swap-attention and {flag} both take saved tensors from autograd, which lets only the "
                 "innermost of them have a tensor; drop one of them"
             )
-    if uses_cuda_graphs(args):
-        yield (
-            "--swap-attention cannot be used with CUDA graphs: what a graph saves for backward lies in the "
-            "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
-        )
+    yield from refuse_graphs(
+        args, "--swap-attention", "what a graph saves for backward is in its own memory and passes no hook"
+    )
     yield from check_weight_shards(args, "--swap-attention")
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):

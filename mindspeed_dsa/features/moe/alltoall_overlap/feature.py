@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
     check_all_to_all,
@@ -16,6 +16,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     number_of_experts,
     run_shared_expert,
 )
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--moe-alltoall-overlap-comm"
@@ -44,11 +45,7 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
             f"{FLAG} computes the experts' weight gradients under the transfers itself; omit "
             "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
         )
-    if uses_cuda_graphs(args):
-        yield (
-            f"{FLAG} cannot be used with CUDA graphs, which hold each transfer at a fixed place; omit "
-            f"--cuda-graph-impl or {FLAG}"
-        )
+    yield from refuse_graphs(args, FLAG, "a graph holds each transfer at a fixed place")
     if argument(args, "transformer_impl") == "transformer_engine":
         log.get("moe-alltoall-overlap-comm").info(
             "weight gradients of Transformer Engine's experts stay where they are; the shared expert alone "

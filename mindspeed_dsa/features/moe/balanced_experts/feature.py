@@ -14,6 +14,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     expert_tensor_ranks,
     number_of_experts,
 )
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_own_products
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
@@ -68,8 +69,6 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": (
         "computes weight gradients beside the transfer behind which those of moved experts return"
     ),
-    "enable_cuda_graph": "records a step whose plan would never change again",
-    "external_cuda_graph": "records a step whose plan would never change again",
     "use_megatron_fsdp": "shards the weights that would travel",
     "use_custom_fsdp": "shards the weights that would travel",
 }
@@ -101,8 +100,7 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
             "use --moe-fb-overlap in place of that, or omit one of them"
         )
     yield from check_own_products(args, _FLAG)
-    if (argument(args, "cuda_graph_impl") or "none") != "none":
-        yield f"{_FLAG} cannot be used with --cuda-graph-impl: a graph would keep one plan; omit one of them"
+    yield from refuse_graphs(args, _FLAG, "a graph would keep the plan of one step")
 
 
 def _check_options(args: Any, options: Options) -> Iterator[str]:

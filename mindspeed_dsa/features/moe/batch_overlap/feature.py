@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     expert_tensor_ranks,
     number_of_experts,
 )
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_rows_together
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.megatron.selections import Sharing
@@ -81,9 +82,6 @@ _REFUSED = {
     "overlap_moe_expert_parallel_comm": "hides the same transfers behind another microbatch",
     "delay_wgrad_compute": "computes the weight gradients that lie under the transfers at another place",
     "overlap_dispatch_backward_with_experts_wgrad": "puts the same weight gradients under one transfer",
-    "enable_cuda_graph": "would hold each transfer at a fixed place",
-    "external_cuda_graph": "would hold each transfer at a fixed place",
-    "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
 """Megatron arguments that are refused when set, with the reason."""
 
@@ -105,6 +103,7 @@ def check_halves(args: Any, options: Options) -> Iterator[str]:
             "ranks; add --expert-tensor-parallel-size 1"
         )
     yield from check_refused(args, _FLAG, _REFUSED)
+    yield from refuse_graphs(args, _FLAG, "a graph holds each transfer at a fixed place")
     yield from check_rows_together(args, _FLAG, "halves would have scales of their own")
     if not options.always and argument(args, "moe_enable_routing_replay"):
         yield (

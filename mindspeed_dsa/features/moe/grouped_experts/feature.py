@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import EXPERTS, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.patches.spec import Patch
 
@@ -73,6 +74,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "transformer_impl") not in (None, "local"):
         return
     yield from check_experts(args, options)
+    yield from refuse_graphs(args, _FLAG, "the dispatcher's counts of rows are copied to the host", {EXPERTS})
     yield from _check_optimizer_format(args)
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--fused-linear-cross-entropy"
@@ -87,13 +88,12 @@ def check_linear_cross_entropy(args: Any, options: Any) -> Iterator[str]:
     for name, (flag, why) in _REFUSED.items():
         if argument(args, name):
             yield f"{FLAG} cannot be used with {flag}, which {why}; omit one of them"
-    scopes = argument(args, "cuda_graph_scope") or ()
-    named = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
-    if "full_iteration" in (argument(args, "cuda_graph_impl"), *named):
-        yield (
-            f"{FLAG}: backward asks which tokens were weighted otherwise than expected, which a graph of the "
-            f"full iteration of --cuda-graph-impl cannot; omit it, or {FLAG}"
+    if argument(args, "fused_linear_cross_entropy_gradient") != "backward":
+        why = (
+            f"without {FLAG}-gradient backward, the host reads in backward which tokens were weighted "
+            "otherwise than expected"
         )
+        yield from refuse_graphs(args, FLAG, why, {REST})
 
 
 _IMPL = "mindspeed_dsa.features.operators.linear_cross_entropy.postponed_logits"

@@ -8,7 +8,8 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import dsa
-from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.two_streams import FLAG, LEAST_TOKENS, Streams
 from mindspeed_dsa.patches.spec import Patch
 
@@ -59,11 +60,7 @@ def check_streams(args: Any, options: Options) -> Iterator[str]:
         if argument(args, name):
             flag = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")
             yield f"{FLAG} cannot be used with --{flag}, which {why}; omit one of them"
-    if uses_cuda_graphs(args):
-        yield (
-            f"{FLAG}: a CUDA graph of a part of the layer would end between the two streams; omit "
-            f"--cuda-graph-impl or {FLAG}"
-        )
+    yield from refuse_graphs(args, FLAG, "a graph of a part of the layer would end between the two streams")
 
 
 def _check_work(args: Any, streams: Streams) -> Iterator[str]:

@@ -19,6 +19,7 @@ from mindspeed_dsa.features.pipeline.split_backward.feature import (
 from mindspeed_dsa.megatron import across_layouts, batches
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, nearly_even, stages_of
 from mindspeed_dsa.patches import versions
@@ -150,9 +151,6 @@ _REFUSED = {
     "fine_grained_activation_offloading": "moves activations in the order of another schedule",
     "cpu_offloading": "moves activations in the order of another schedule",
     "hybrid_context_parallel": "has a schedule of its own",
-    "enable_cuda_graph": "records the order of another schedule",
-    "external_cuda_graph": "records the order of another schedule",
-    "cuda_graph_impl": "records the order of another schedule",
 }
 """Arguments that are refused when set, with the reason."""
 
@@ -170,6 +168,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
     yield from check_chunks_of_v(args)
     yield from _check_microbatches(args)
     yield from check_refused(args, FLAG, _REFUSED)
+    yield from refuse_graphs(args, FLAG, "Megatron captures the order of another schedule")
     if argument(args, "overlap_moe_expert_parallel_comm") and not options.paired:
         yield f"{FLAG}: use --moe-fb-overlap in place of --overlap-moe-expert-parallel-comm"
     if argument(args, "mtp_num_layers") and not options.places_prediction:

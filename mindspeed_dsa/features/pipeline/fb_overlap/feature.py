@@ -20,6 +20,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     number_of_experts,
     run_shared_expert,
 )
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_history
 from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.megatron.two_streams import ONE_STREAM, Streams
@@ -59,13 +60,10 @@ _REFUSED = {
     "delay_wgrad_compute": "computes weight gradients at other places than this does",
     "ep_overlap_early_attn_memory_release": "changes the order that hides the combine",
     "overlap_dispatch_backward_with_experts_wgrad": "hides the same transfer",
-    "enable_cuda_graph": "would hold each transfer at a fixed place",
-    "external_cuda_graph": "would hold each transfer at a fixed place",
     "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
     "use_megatron_fsdp": "gathers weights by whole layers",
-    "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
 """Megatron arguments that are refused when set, with the reason."""
 
@@ -79,6 +77,7 @@ def check_overlap(args: Any, options: Options) -> Iterator[str]:
     yield from _check_microbatches(args)
     yield from _check_recompute(args)
     yield from check_refused(args, FLAG, _REFUSED)
+    yield from refuse_graphs(args, FLAG, "a graph holds each transfer at a fixed place")
 
 
 def _check_parallelism(args: Any, options: Options) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.patches.spec import Patch
 
@@ -66,6 +67,7 @@ def _problems(args: Any) -> Iterator[str]:
         )
     if argument(args, "distribute_saved_activations"):
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
+    yield from refuse_graphs(args, flag, "a graph recomputes where it was captured, in backward")
     pairs = argument(args, "moe_fb_overlap")
     if argument(args, "overlap_moe_expert_parallel_comm") and not pairs:
         yield (

@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.pipeline.split_backward.feature import detaches_gradients, splits_backward
+from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -69,6 +70,7 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"
     elif last is not None and step > last:
         yield f"--trace-schedule-step {step} is never reached: --train-iters is {last}"
+    yield from refuse_graphs(args, "--trace-schedule", "a replay calls no part of the schedule", {REST})
     folder = Path(args.trace_schedule)
     if folder.exists() and not folder.is_dir():
         yield f"--trace-schedule {folder} is a file; name a folder"

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -110,9 +111,6 @@ _REFUSED = {
     "use_ring_exchange_p2p": "returns from a transfer when that is done, with nothing to compute meanwhile",
     "use_megatron_fsdp": "drops whole weights and gradients in backward",
     "use_custom_fsdp": "drops whole weights and gradients in backward",
-    "enable_cuda_graph": "would replay whole backwards",
-    "external_cuda_graph": "would replay whole backwards",
-    "cuda_graph_impl": "would replay whole backwards",
     "cpu_offloading": "moves a layer's saved tensors at places in its backward",
 }
 """Megatron arguments that are refused when set, with the reason."""
@@ -140,6 +138,7 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
     if argument(args, "num_microbatches_with_partial_activation_checkpoints"):
         yield f"{FLAG} knows one way to recompute in all microbatches; omit partial activation checkpoints"
     yield from check_refused(args, FLAG, _REFUSED)
+    yield from refuse_graphs(args, FLAG, "a graph replays whole backwards")
 
 
 def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict, ...]:

@@ -11,7 +11,7 @@ tests: tests/matrix/test_local_modules.py, tests/tools/migrate/test_accept.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +19,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Conflict, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts, without_engine
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED, PLATFORM
 
@@ -35,6 +36,11 @@ def adam_wanted(settings: Any) -> bool:
     if settings.fused_adam is not None:
         return bool(settings.fused_adam)
     return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
+
+
+def check_adam(args: Any, options: Any) -> Iterator[str]:
+    """Yield a problem if the optimizer's step is captured."""
+    yield from refuse_graphs(args, "--fused-adam", "the host counts the steps", {OPTIMIZER})
 
 
 FUSED_ADAM = Feature(
@@ -64,6 +70,7 @@ FUSED_ADAM = Feature(
         for name in ("MixedPrecisionOptimizer", "FP32Optimizer")
     ),
     active=adam_wanted,
+    check=check_adam,
     doc="fused-adam.md",
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron.expert_parallel import LINEAR
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
@@ -127,6 +128,7 @@ def check_coc(args: Any, options: Any) -> Sequence[str]:
     if problems:
         return problems
     problems += check_tensor_parallel(args, "--use-ascend-coc")
+    problems += refuse_graphs(args, "--use-ascend-coc", "the host measures and issues each chunk's transfer")
     report_transformer_engine(args, "--use-ascend-coc")
     if getattr(args, "coc_fused_kernel", False):
         problems += check_sequence_parallel(args, "--coc-fused-kernel")

@@ -137,7 +137,7 @@ DSA = {"experimental_attention_variant": "dsa", "num_layers": 8}
     [
         ((4, 8), {**DSA, "experimental_attention_variant": None}, "selects no keys"),
         ((4, 8), {**DSA, "dsa_stage": "warmup"}, "--dsa-stage warmup attends to all keys"),
-        ((4, 8), {**DSA, "enable_cuda_graph": True}, "CUDA graph"),
+        ((4, 8), {**DSA, "enable_cuda_graph": True}, "--enable-cuda-graph: a graph keeps the pattern"),
         ((9, 8), DSA, "8 of the 8 layers have an indexer"),
         ((1, 8), {**DSA, "pipeline_model_parallel_size": 2}, "begin with layers 1, 5"),
         ((4, 8), {**DSA, "mtp_num_layers": 2, "dsa_indexer_topk_freq": 2}, "no pattern has it"),

@@ -40,8 +40,8 @@ def least(args: SimpleNamespace) -> int | None:
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, "nothing left to swap"),
         ({"cpu_offloading": True}, "--cpu-offloading-num-layers both take"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading both take"),
-        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"enable_cuda_graph": True}, "CUDA graphs"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: "),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"overlap_moe_expert_parallel_comm": True}, "takes apart"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: weights"),
         (

@@ -33,7 +33,7 @@ EP2 = {
             "--overlap-dispatch-backward-with-experts-wgrad",
         ),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
-        ({"external_cuda_graph": True}, "CUDA graphs"),
+        ({"external_cuda_graph": True}, "--external-cuda-graph: a graph holds"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

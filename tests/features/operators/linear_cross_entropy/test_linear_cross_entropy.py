@@ -235,6 +235,7 @@ def test_what_wants_whole_logits_is_refused_with_both_flags(arguments, flag):
 
 def test_arguments_without_a_problem():
     assert not FEATURE.problems(SimpleNamespace(**at("auto"), cuda_graph_impl="local", cuda_graph_scope=[]))
+    assert not FEATURE.problems(SimpleNamespace(**at("backward"), cuda_graph_impl="full_iteration"))
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,10 @@ def test_one_stream_is_said(caplog, monkeypatch):
             {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
             "runs the shared expert elsewhere",
         ),
-        ({"moe_shared_expert_intermediate_size": 8, "cuda_graph_impl": "local"}, "omit --cuda-graph-impl"),
+        (
+            {"moe_shared_expert_intermediate_size": 8, "cuda_graph_impl": "local"},
+            "--cuda-graph-impl local: a graph",
+        ),
         *(
             ({"moe_shared_expert_intermediate_size": 8, name: True}, said)
             for name, said in {
