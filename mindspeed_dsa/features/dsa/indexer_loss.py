@@ -37,7 +37,11 @@ class LossScale:
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Set the factor of the loss gradient. Schedules call this before each microbatch's backward."""
-        self.main_loss_backward_scale = scale.detach().clone()
+        if self.main_loss_backward_scale is None:
+            self.main_loss_backward_scale = scale.detach().clone()
+        else:
+            # In place, because CUDA graphs read the scale where it was when they were captured.
+            self.main_loss_backward_scale.copy_(scale)
 
 
 class IndexerLoss:
