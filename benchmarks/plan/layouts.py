@@ -65,6 +65,10 @@ LAYOUTS = {
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --context-parallel-size 2 "
         "--swap-attention --swap-attention-min-bytes 1"
     ),
+    "CP2 PP2, divided vocabulary": (
+        "--global-batch-size 8 --bf16 --context-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--cp-shard-vocabulary --fused-linear-cross-entropy"
+    ),
     "PP2 DP2, shared selections": (
         "--global-batch-size 16 --bf16 --pipeline-model-parallel-size 2 --dsa-indexer-topk-freq 2"
     ),

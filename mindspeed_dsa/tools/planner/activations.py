@@ -44,17 +44,24 @@ _CHUNK, _FEWEST_TOKENS = 512 * 2**20, 256
 def in_forward(job: Job) -> bool:
     """Return whether the chunked loss computes the output projection's gradient in forward, and keeps it."""
     choice, number = job.features.chunked_loss, job.training.number
-    return forms_in_forward(choice, job.tokens, job.model.hidden, number)
+    return forms_in_forward(choice, _tokens_of_loss(job), job.model.hidden, number)
+
+
+def _tokens_of_loss(job: Job) -> int:
+    """Return the number of tokens for which a rank computes logits of its part of the vocabulary."""
+    return job.tokens * job.vocabulary_ranks
 
 
 def of_loss(job: Job) -> float:
     """Return the bytes of activations that output projection and loss keep; the input is not counted."""
-    vocabulary, hidden, tokens = job.model.vocabulary / job.layout.tp, job.model.hidden, job.tokens
+    parts, hidden, tokens = job.layout.tp * job.vocabulary_ranks, job.model.hidden, _tokens_of_loss(job)
+    vocabulary = job.model.vocabulary / parts
     if not job.features.chunked_loss:
         # The softmax in fp32; per token also a target mask (1 byte) and the masked target (8 bytes).
         return tokens * (vocabulary * FLOAT + 9)
     # The gathered input, then per token label, loss weight and log-sum-exp; then both gradients.
-    gathered = tokens * hidden * job.training.number if job.layout.sequence else 0.0
+    gathers = job.layout.sequence or job.vocabulary_ranks > 1
+    gathered = tokens * hidden * job.training.number if gathers else 0.0
     kept = gathered + tokens * (LONG + 2.0 * FLOAT)
     if in_forward(job):
         kept += tokens * hidden * job.training.number + vocabulary * hidden * FLOAT
@@ -63,11 +70,12 @@ def of_loss(job: Job) -> float:
 
 def logits_at_once(job: Job) -> float:
     """Return the bytes of logits that exist only temporarily, which :func:`of_loss` does not count."""
-    vocabulary, number = job.model.vocabulary / job.layout.tp, job.training.number
+    tokens, number = _tokens_of_loss(job), job.training.number
+    vocabulary = job.model.vocabulary / (job.layout.tp * job.vocabulary_ranks)
     if not job.features.chunked_loss:
-        return number * job.tokens * vocabulary
+        return number * tokens * vocabulary
     # Vocabulary 129280 / TP 8: 16160 x 4 bytes = 63 KiB a token, so a chunk has about 8300 tokens.
-    chunk = min(job.tokens, max(_FEWEST_TOKENS, _CHUNK / (vocabulary * FLOAT)))
+    chunk = min(tokens, max(_FEWEST_TOKENS, _CHUNK / (vocabulary * FLOAT)))
     return chunk * vocabulary * (FLOAT + (number if number < FLOAT else 0))
 
 

@@ -161,6 +161,8 @@ def _check_together(options: argparse.Namespace) -> None:
             problems.append("shared experts have no biases: add --disable-bias-linear")
         if options.moe_grouped_gemm and options.transformer_impl == "local":
             problems.append("--moe-grouped-gemm without Transformer Engine needs --disable-bias-linear")
+    if options.cp_shard_vocabulary and not options.fused_linear_cross_entropy:
+        problems.append("--cp-shard-vocabulary needs --fused-linear-cross-entropy")
     seen = Switches(options)
     on = [feature for feature in everything() if feature.is_active(seen)]
     names = {feature.name for feature in on}

@@ -19,7 +19,7 @@ from mindspeed_dsa.tools.planner.routing import copies
 from mindspeed_dsa.tools.planner.sizes import Weight
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "dispatch", "send"]
-FLOAT = 4
+FLOAT, LONG = 4, 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Rank:
                 if transfer.when == "forward":
                     again = replace(transfer, what=f"{transfer.what}, recomputed", when="backward")
                     yield _times(again, count * times)
-        for transfer in (*self._ends(), *self._pipeline(), *self._shards()):
+        for transfer in (*self._ends(), *self._vocabulary(), *self._pipeline(), *self._shards()):
             yield _times(transfer, count)
         yield from self._step()
 
@@ -249,12 +249,32 @@ class _Rank:
         if self.last:
             for _ in range(1 + model.mtp):
                 yield from self._column("output", model.hidden)
-                yield self._tp("all-reduce", "loss", 3, "forward", FLOAT)
+                if self.job.vocabulary_ranks == 1:
+                    yield self._tp("all-reduce", "loss", 3, "forward", FLOAT)
             for _ in range(model.mtp):
                 yield from self._row("MTP embedding", model.hidden)
                 yield from self._column("MTP", 2 * model.hidden)
                 yield self._tp("all-gather", "MTP", model.hidden, "forward")
                 yield self._tp("reduce-scatter", "MTP", model.hidden, "backward")
+
+    def _vocabulary(self) -> Iterator[Transfer]:
+        """Yield the transfers of embedding and output layers that context parallel ranks divide."""
+        ranks = self.job.vocabulary_ranks
+        if ranks == 1:
+            return
+        others, mtp, parts = self.n * (ranks - 1), self.model.mtp, ranks * self.layout.tp
+        rows = others * self.model.hidden * self.e
+        for _ in range((self.rank == 0) + mtp * self.last):
+            yield Transfer("CP", "all-gather", "token ids", others * LONG, "forward")
+            yield Transfer("CP", "reduce-scatter", "embeddings", rows, "forward")
+            yield Transfer("CP", "all-gather", "gradients of embeddings", rows, "backward")
+        for _ in range((1 + mtp) * self.last):
+            yield Transfer("CP", "all-gather", "hidden states", rows, "forward")
+            yield Transfer("CP", "all-gather", "labels and their weights", others * (LONG + FLOAT), "forward")
+            sums = 3 * FLOAT * self.n * ranks
+            yield Transfer("CP", "all-reduce", "loss", 2 * sums * (parts - 1) / parts, "forward")
+            yield Transfer("CP", "all-gather", "gradients of losses", others * FLOAT, "backward")
+            yield Transfer("CP", "reduce-scatter", "gradients of hidden states", rows, "backward")
 
     def _pipeline(self) -> Iterator[Transfer]:
         layout = self.layout
@@ -320,19 +340,21 @@ class _Rank:
             summed = sum(w.numbers for w in trained if (w.summed and self.sequence) or w.averaged)
             nbytes = 2 * summed / shards * size * (layout.tp - 1) / layout.tp
             yield Transfer("TP", "all-reduce", "gradients of copies", nbytes, "end")
-        groups = (("DP", layout.replicas, False), ("EDP", layout.expert_replicas, True))
-        for group, ranks, experts in groups:
+        # Experts have buffers of their own with EP, and a divided vocabulary always has.
+        apart = ("vocabulary", "expert") if layout.ep > 1 else ("vocabulary",)
+        groups = (("DP", layout.replicas, ""), ("DP", layout.dp, "vocabulary"))
+        for group, ranks, kind in (*groups, ("EDP", layout.expert_replicas, "expert")):
             share = (ranks - 1) / ranks
-            # Without EP, experts are reduced in the same buffers as the dense weights.
-            weights = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
+            weights = [w for w in trained if (w.cut if w.cut in apart else "") == kind]
             cut = {True: self.job.expert_shards, False: shards}
             weights = [w for w in weights if cut[w.cut == "expert"] == 1]
             numbers = sum(w.on_rank(layout) for w in weights) * share
             if training.distributed:
                 yield Transfer(group, "reduce-scatter", "gradients", numbers * size, "end")
                 # Without overlap, each of the two distributed optimizers (dense and expert weights) gathers
-                # all weights.
-                gathers = 2 if layout.ep > 1 and not training.overlap_param else 1
+                # all weights. The optimizer of a divided vocabulary gathers its own.
+                more = (layout.ep > 1) + (kind == "vocabulary")
+                gathers = 1 if training.overlap_param else 1 + more
                 nbytes = share * sum(w.on_rank(layout) * self._gathered(w) for w in weights)
                 yield Transfer(group, "all-gather", "weights", gathers * nbytes, "end")
             else:
@@ -340,7 +362,8 @@ class _Rank:
         # The first and last stage have copies of the embedding, whose gradients are summed.
         shared = (self.model.tied or self.model.mtp) and layout.end > 0 and (self.rank == 0 or self.last)
         if shared:
-            nbytes = self.model.vocabulary * self.model.hidden / layout.tp / shards * size
+            parts = layout.tp * self.job.vocabulary_ranks
+            nbytes = self.model.vocabulary * self.model.hidden / parts / shards * size
             yield Transfer("embedding", "all-reduce", "gradients", nbytes, "end")
 
 

@@ -111,6 +111,7 @@ MEMORY_FLAGS = (
     "--use-fused-dsa",
     "--use-distributed-optimizer",
     "--moe-permute-fusion",
+    "--cp-shard-vocabulary --fused-linear-cross-entropy",
     "--recompute-norm --recompute-activation-function",
     "--reuse-fp32-param",
     "--swap-optimizer",

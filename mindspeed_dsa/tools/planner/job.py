@@ -333,6 +333,7 @@ class Features:
             ``backward``; empty without chunked loss.
         ahead: ``in bubbles`` or ``in advance`` for ``--recompute-in-...``, else empty.
         served_losses: whether layers that share a selection have an indexer loss.
+        divided_vocabulary: whether context parallel ranks divide the weights of embedding and output layer.
     """
 
     fused: bool = False
@@ -370,6 +371,7 @@ class Features:
     chunked_loss: str = ""
     ahead: str = ""
     served_losses: bool = False
+    divided_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -444,6 +446,11 @@ class Job:
             return 1
         # The same share of the replicas as for dense weights.
         return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
+
+    @property
+    def vocabulary_ranks(self) -> int:
+        """Number of context parallel ranks that share one copy of embedding and output weights."""
+        return self.layout.cp if self.features.divided_vocabulary else 1
 
     @property
     def has_served_losses(self) -> bool:

@@ -251,6 +251,14 @@ def _problems(job: Job) -> Iterator[str]:
     features = job.features
     if cp > 1 and model.sparse and not (features.attention and features.absorb):
         yield "sparse attention on context parallel ranks needs --use-fused-dsa in absorbed form"
+    if features.divided_vocabulary:
+        if cp == 1:
+            yield "--cp-shard-vocabulary divides weights among context parallel ranks, and there is one"
+        elif model.vocabulary % (tp * cp):
+            yield (
+                f"--cp-shard-vocabulary: the padded vocabulary {model.vocabulary} is not divisible by tensor "
+                f"{tp} x context parallel {cp}; give --make-vocab-size-divisible-by a multiple of {cp}"
+            )
     if features.pairs and layout.pp > 1 and layout.vpp == 1:
         yield "--moe-fb-overlap pairs microbatches in interleaved pipelines alone, of 2 chunks or more"
     if layout.pp == 1 and layout.v_shaped:

@@ -109,6 +109,7 @@ def of_job(job: Job, allocator: float) -> list[RankMemory]:
         job.model,
         job.layout,
         job.features.sp_tp_sp,
+        job.features.divided_vocabulary,
         (job.shards, job.expert_shards),
         job.features.warmup_stage,
         job.training.grouped,
@@ -126,6 +127,7 @@ class _Weights:
         by_part: dict from part to the number of parameters on the rank.
         all: number of parameters that the rank holds between steps, after sharding.
         dense: number of trained dense parameters held between steps.
+        divided: number of these that context parallel ranks have other parts of.
         experts: number of trained parameters of experts held between steps.
         largest: number of elements of the largest matrix.
     """
@@ -134,22 +136,30 @@ class _Weights:
     all: float
     dense: float
     experts: float
+    divided: float
     largest: float
 
 
 @lru_cache(maxsize=32)
 def _of_weights(
-    model: Model, layout: Layout, whole_proj: bool, shards: tuple[int, int], indexers: bool, grouped: bool
+    model: Model,
+    layout: Layout,
+    whole_proj: bool,
+    divided: bool,
+    shards: tuple[int, int],
+    indexers: bool,
+    grouped: bool,
 ) -> list[_Weights]:
     """Return the parameter counts of each pipeline rank. Cached, because a search repeats them."""
     ranks = []
-    for weights in sizes.of_ranks(model, layout, whole_proj):
+    for weights in sizes.of_ranks(model, layout, whole_proj, divided):
         trained = [weight for weight in weights if not indexers or weight.part == "indexer"]
         ranks.append(
             _Weights(
                 sizes.by_part(weights, layout),
                 sum(_held(layout, shards, weights)),
                 *_held(layout, shards, trained),
+                sum(weight.on_rank(layout) for weight in trained if weight.cut == "vocabulary"),
                 max((_one_matrix(model, layout, grouped, weight) for weight in weights), default=0.0),
             )
         )
@@ -205,7 +215,7 @@ def _rank(
 ) -> RankMemory:
     layout, training, features = job.layout, job.training, job.features
     numbers, dense, experts = weights.all, weights.dense, weights.experts
-    share = _share(job, dense, experts)
+    share = _share(job, weights)
     masters = training.masters * share if training.bf16 else 0.0
     # SGD keeps one momentum instead of two moments.
     moments = training.moments * (1.0 if training.adam else 0.5) * share
@@ -301,12 +311,14 @@ def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
     return traffic
 
 
-def _share(job: Job, dense: float, experts: float) -> float:
+def _share(job: Job, weights: _Weights) -> float:
     """Return the number of parameters for which a rank holds optimizer state."""
+    layout, dense, experts = job.layout, weights.dense, weights.experts
     # The distributed optimizer divides its state over all ranks with the same weights.
     if not job.training.distributed:
         return dense + experts
-    return dense / job.layout.replicas + experts / job.layout.expert_replicas
+    copied = (dense - weights.divided) / layout.replicas
+    return copied + weights.divided / layout.dp + experts / layout.expert_replicas
 
 
 def chosen_layers(job: Job, rank: int, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], Chosen]:
@@ -357,9 +369,11 @@ def _chunk(
             sums[part] = sums.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
-        # Token ids are int64; with TP there is also a one-byte mask of ids in other ranks' vocabulary.
+        # Token ids are int64; there is also a one-byte mask of ids in other ranks' vocabulary.
         mask = rows * model.hidden * training.dropout
-        items.append(Kept("embedding", job.tokens * (8.0 + (layout.tp > 1)) + mask))
+        ranks = job.vocabulary_ranks
+        ids = ranks * job.tokens * (8.0 + (layout.tp * ranks > 1))
+        items.append(Kept("embedding", ids + mask))
     elif _copies_its_input(job, bool(held[chunk]) and _is_full(job, 0)):
         items.append(Kept("received", stream))
     if layout.ends(rank, chunk):
@@ -388,12 +402,13 @@ def _end(job: Job) -> list[Kept]:
     model, layout, training = job.model, job.layout, job.training
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     stream = rows * model.hidden * training.number
-    loss = activations.of_loss(job)
-    items = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + loss)]
+    # The loss of a divided vocabulary keeps its gathered input instead.
+    loss = activations.of_loss(job) + stream * (job.vocabulary_ranks == 1)
+    items = [*activations.norm_items(job, model.hidden, rows), Kept("output", loss)]
     for kind in job.mtp_kinds:
         inner = Layer(job, kind).items()
         inner += activations.norm_items(job, 3 * model.hidden, rows)
-        inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + loss), Kept("MTP", job.tokens * 8.0)]
+        inner += [Kept("MTP", 2 * stream), Kept("MTP", loss), Kept("MTP", job.tokens * 8.0)]
         items += [Kept("MTP", each.nbytes) for each in inner]
     return items
 
@@ -426,6 +441,11 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
     sizes["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
     if rank == layout.end:
         sizes["logits"] = activations.logits_at_once(job)
+    if job.vocabulary_ranks > 1 and rank in (0, layout.end):
+        # Embeddings of all ranks' tokens with and without those found elsewhere; gradients of hidden states.
+        sizes["rows of all context parallel ranks"] = (
+            2 * job.vocabulary_ranks * tokens * model.hidden * number
+        )
     sizes["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:
         # The layer that computes and the prefetched ones; pairs compute two directions at a time.

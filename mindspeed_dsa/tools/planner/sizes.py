@@ -10,7 +10,7 @@ from typing import Literal
 from mindspeed_dsa.tools.planner import layouts
 from mindspeed_dsa.tools.planner.job import Job, LayerKind, Layout, Model
 
-Cut = Literal["tensor", "whole", "expert"]
+Cut = Literal["tensor", "whole", "expert", "vocabulary"]
 PARTS = (
     "embedding",
     "attention",
@@ -36,7 +36,8 @@ class Weight:
     Attributes:
         part: one of :data:`PARTS`.
         numbers: number of parameters in the whole model.
-        cut: kind of parallelism that splits the weight: tensor parallel, expert parallel, or none.
+        cut: kind of parallelism that splits the weight: tensor parallel, expert parallel, none, or for
+            ``vocabulary`` tensor and context parallel.
         summed: whether gradients of replicas on TP ranks are summed, because under sequence parallelism each
             replica sees only a part of the tokens.
         averaged: whether gradients of replicas on TP ranks are averaged, although all are equal.
@@ -52,6 +53,8 @@ class Weight:
         """Return the number of the parameters that one rank holds."""
         if self.cut == "expert":
             return self.numbers / (layout.ep * layout.etp)
+        if self.cut == "vocabulary":
+            return self.numbers / (layout.tp * layout.cp)
         return self.numbers / layout.tp if self.cut == "tensor" else float(self.numbers)
 
 
@@ -136,9 +139,9 @@ def layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> tuple[Weight
     return (*attention(model, kind.selects, sp_tp_sp), *mlp(model, kind.experts))
 
 
-def embedding(model: Model, part: str = "embedding") -> list[Weight]:
-    """Return the weights of the word embedding and of learned positions."""
-    weights = [Weight(part, model.vocabulary * model.hidden)]
+def embedding(model: Model, part: str = "embedding", cut: Cut = "tensor") -> list[Weight]:
+    """Return the weights of the word embedding, split by ``cut``, and of learned positions."""
+    weights = [Weight(part, model.vocabulary * model.hidden, cut)]
     if model.learned_positions:
         weights.append(Weight(part, model.learned_positions * model.hidden, "whole"))
     return weights
@@ -169,29 +172,37 @@ def model_weights(model: Model) -> list[Weight]:
 
 def rank_weights(job: Job) -> list[list[Weight]]:
     """Return the weights of each pipeline rank."""
-    return of_ranks(job.model, job.layout, job.features.sp_tp_sp)
+    return of_ranks(job.model, job.layout, job.features.sp_tp_sp, job.features.divided_vocabulary)
 
 
 @lru_cache(maxsize=16)
-def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
-    """Return each pipeline rank's weights; with ``whole_proj``, output projections are not split by TP."""
+def of_ranks(model: Model, layout: Layout, whole_proj: bool, divided: bool) -> list[list[Weight]]:
+    """Return each pipeline rank's weights.
+
+    Args:
+        model: sizes of the model.
+        layout: parallel layout.
+        whole_proj: whether output projections of attention are not split by TP.
+        divided: whether context parallel ranks divide embedding and output weights.
+    """
+    cut: Cut = "vocabulary" if divided else "tensor"
     held = layouts.chunks(layout, model)
     ranks: list[list[Weight]] = []
     for rank, rank_chunks in enumerate(held):
         weights: list[Weight] = []
         last = rank == layout.end
         if rank == 0:
-            weights += embedding(model)
+            weights += embedding(model, cut=cut)
         # The last stage has its own copy of the embedding, for tied outputs and for MTP's inputs.
         if last and layout.pp > 1 and (model.mtp or model.tied):
-            weights += embedding(model, "embedding" if model.mtp else "output")
+            weights += embedding(model, "embedding" if model.mtp else "output", cut)
         for chunk in rank_chunks:
             for number in chunk:
                 weights += layer(model, model.kinds[number], whole_proj)
         if last:
             weights.append(norm(model, model.hidden))
             if not model.tied:
-                weights.append(Weight("output", model.vocabulary * model.hidden))
+                weights.append(Weight("output", model.vocabulary * model.hidden, cut))
             for kind in model.mtp_kinds:
                 weights += mtp_layer(model, kind, whole_proj)
         ranks.append(weights)

@@ -108,6 +108,7 @@ def features_of(options: argparse.Namespace) -> Features:
         attention=part(options.use_fused_sparse_flash_attention),
         kl_loss=part(options.use_fused_lightning_indexer_kl_loss),
         served_losses=options.dsa_indexer_loss_layers != OWN,
+        divided_vocabulary=options.cp_shard_vocabulary,
         reuse=options.reuse_fp32_param,
         swap_optimizer=options.swap_optimizer,
         swap_parts=int(options.swap_optimizer_times or 16),

@@ -307,6 +307,70 @@ def test_shards_divide_what_is_dense_and_travel_with_every_microbatch(sharding, 
     assert late.time.total > planned(job).time.total
 
 
+@pytest.mark.parametrize(("optimizer", "size"), [("", 6), ("--no-use-distributed-optimizer", 18)])
+def test_context_parallel_ranks_divide_the_vocabulary(optimizer, size):
+    """Two bytes of a weight and four of its gradient; a distributed optimizer's 12 are divided already."""
+    loss = f"--context-parallel-size 8 --fused-linear-cross-entropy {optimizer}"
+    whole, job = (deepseek(f"{loss} {more}") for more in ("", "--cp-shard-vocabulary"))
+    assert job.model.mtp == 1
+    weight = job.model.vocabulary * job.model.hidden
+    rows = job.microbatches * 7 * job.tokens * job.model.hidden * 2
+    # Embedding; layers alone; output layer, and the copy of the embedding for multi-token prediction.
+    for rank, weights, lookups, losses in ((0, 1, 1, 0), (1, 0, 0, 0), (15, 2, 1, 2)):
+        before, after = (memory.of_job(each, 0.0)[rank] for each in (whole, job))
+        assert before.state - after.state == pytest.approx(size * weights * weight * 7 / 8)
+        sums = {
+            item.what: sum(same.nbytes for same in communication.of_job(job)[rank] if same.what == item.what)
+            for item in communication.of_job(job)[rank]
+            if item.group == "CP"
+        }
+        for what in ("embeddings", "gradients of embeddings"):
+            assert sums.get(what, 0.0) == pytest.approx(lookups * rows)
+        for what in ("hidden states", "gradients of hidden states"):
+            assert sums.get(what, 0.0) == pytest.approx(losses * rows)
+        kept, temporary = after.kept - before.kept, after.temporary
+        assert (kept > 0) == (losses > 0) or rank == 0  # hidden states of all tokens
+        assert ("rows of all context parallel ranks" in temporary) == (weights > 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--fused-linear-cross-entropy", "among context parallel ranks, and there is one"),
+        ("--context-parallel-size 2", "needs --fused-linear-cross-entropy"),
+        (
+            (
+                "--context-parallel-size 2 --fused-linear-cross-entropy --make-vocab-size-divisible-by 1 "
+                "--vocab-size 257"
+            ),
+            "give --make-vocab-size-divisible-by a multiple of 2",
+        ),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_divided_is_refused(words, said):
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        example(f"--cp-shard-vocabulary {words}")
+
+
+@pytest.mark.parametrize("cp", [1, 8])
+def test_the_vocabulary_is_divided_where_an_end_does_not_fit(cp):
+    words = [*DENSE.split(), *"--vocab-size 256000 --pipeline-model-parallel-size 4".split()]
+    words += f"--untie-embeddings-and-output-weights --context-parallel-size {cp}".split()
+    small = device("cpu", memory=4.0)
+
+    def made(more=()):
+        return plan.make(arguments.job_of([*words, *more]), small, quick=True)
+
+    before = made()
+    assert before.verdict == plan.TOO_LARGE
+    assert before.worst.rank in (0, 3)
+    flag = "--cp-shard-vocabulary --fused-linear-cross-entropy"
+    found = [way for way in differences.ways(before, made) if way.flags == flag]
+    assert bool(found) == (cp > 1)
+    # 7/8 of the 18 bytes of 256,000 x 1024 weights, 3.8 GiB, and the logits.
+    assert all(way.memory < -3.7 * GIB for way in found)
+
+
 @pytest.mark.parametrize(("sharding", "shards"), [("", 8), ("--fsdp2-sharding-size 16", 4)])
 def test_experts_are_divided_among_the_ranks_that_have_the_same_ones(sharding, shards):
     """PP16, EP4 and 32 ranks of data and context parallelism: every fourth rank has the same experts."""
