@@ -66,12 +66,16 @@ def find(records: Sequence[Record]) -> Findings:
     # A rank that was killed leaves its running file, but no reason: it is silent if others gave a reason.
     answered = wrote or by_rank.keys()
     silent = tuple(rank for rank in range(records[0].ranks) if rank not in answered)
-    failed = tuple(rank for rank, record in by_rank.items() if _failed(record) and not _is_broken(record))
+    ended = {rank for rank, record in by_rank.items() if _failed(record)}
+    broken = {rank for rank in ended if _is_broken(by_rank[rank])}
+    failed = tuple(rank for rank in by_rank if rank in ended - broken)
     waits = [*_of_collectives(by_rank), *_of_messages(by_rank)]
     waits.sort(key=lambda wait: _since(wait))
     awaited = {rank for wait in waits for rank in wait.missing}
-    waiting = {rank for rank, record in by_rank.items() if rank not in silent and is_waiting(record)}
-    stuck = any(is_waiting(record) or _failed(record) for record in by_rank.values())
+    inside = {rank for rank, record in by_rank.items() if is_waiting(record)}
+    # A rank whose connection broke had waited for another one.
+    waiting = (inside | broken) - set(silent)
+    stuck = bool(inside | ended)
     # The culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
     first = tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
     return Findings(tuple(waits), first, failed, silent)
@@ -86,8 +90,11 @@ def is_waiting(record: Record) -> bool:
     calls = (call for group in record.groups for call in group.calls)
     if any(call.waits and call.returned is None for call in calls):
         return True
-    stack = record.stacks.get("main", [])
-    return bool(stack) and ".wait(" in stack[-1]
+    innermost = {thread: stack[-1] for thread, stack in record.stacks.items() if stack}
+    main = innermost.pop("main", "")
+    # Weights of moved experts are passed on by a thread, and the main thread waits for that.
+    threads = innermost.values() if "waiter.acquire(" in main else ()
+    return any(".wait(" in line for line in (main, *threads))
 
 
 def _since(wait: Wait) -> float:

@@ -117,6 +117,47 @@ def test_records_of_some_ranks(said):
     assert "Look at rank 1 first" in text
 
 
+@pytest.mark.parametrize(
+    "innermost", ["chains.py:192 _finish: work.wait()", "files.py:7 write: os.fsync(file)"]
+)
+def test_a_rank_that_waits_for_a_thread_waits_where_the_thread_does(said, innermost):
+    """Rank 1 waits for rank 0 in a thread, and rank 2 for rank 1."""
+    main = ["chains.py:281 wait: done.wait()", "threading.py:359 wait: waiter.acquire()"]
+    places = {f"{rank}>{rank + 1}#0": {"source": rank, "destination": rank + 1} for rank in range(2)}
+    text = said(
+        record(0, group((0, 1, 2)), ranks=3),
+        *(
+            record(
+                rank + 1,
+                group((0, 1, 2), call(1, "irecv", waits=False, **place), messages={key: 1}),
+                ranks=3,
+                stacks={"main": main, "chains of ranks": [innermost]},
+            )
+            for rank, (key, place) in enumerate(places.items())
+        ),
+    )
+    culprits = "0" if "wait" in innermost else "0, 1"
+    assert f"Look at rank {culprits} first" in text
+
+
+def test_a_rank_that_failed_since_another_is_lost_is_no_cause(said):
+    """Rank 0 is lost, rank 1 has waited for it, and rank 2 for rank 1."""
+    places = {f"{rank}>{rank + 1}#0": {"source": rank, "destination": rank + 1} for rank in range(2)}
+    text = said(
+        *(
+            record(
+                rank + 1,
+                group((0, 1, 2), call(1, "irecv", waits=False, **place), messages={key: 1}),
+                ranks=3,
+                reason="failed with RuntimeError: weights of expert 3: Connection closed by peer",
+            )
+            for rank, (key, place) in enumerate(places.items())
+        )
+    )
+    assert "no record of rank 0: ended, killed or frozen" in text
+    assert "Look at rank 0 first" in text
+
+
 def test_a_job_that_runs(said):
     soon = waiting(1, started=NOW - 0.1)
     text = said(record(0, group((0, 1), soon)), record(1, group((0, 1))))

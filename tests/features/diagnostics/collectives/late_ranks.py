@@ -34,6 +34,7 @@ GROUPS = {
 LATE = 1
 FEW = {"num_microbatches": 2, "micro_batch_size": 1}
 HALVES = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
+CHAIN = {"switches": HOT_EXPERTS, "overrides": {"num_moe_experts": 8}, "ep": 4, **FEW}
 JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "TP": ({"switches": {"use_ascend_coc": True}, "tp": 2}, "linear layer of layer 1, microbatch 0, forward"),
     "TP, Megatron's": ({"tp": 2, **FEW}, "layer 2, microbatch 1, backward"),
@@ -51,6 +52,8 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
         "dispatch of layer 2, microbatch 1, forward beside",
     ),
     "EP, chains": ({"switches": HOT_EXPERTS, "ep": 2, **FEW}, "weights of expert"),
+    "EP, chain of 4 ranks": (CHAIN, "weights of expert 0 along ranks 0 > 1 > 2 > 3"),
+    "EP, chain of 4 ranks, backward": (CHAIN, "gradients of expert 0 along ranks 3 > 2 > 1 > 0"),
     "EP, halves": (
         {"switches": {**HALVES, "moe_batch_overlap_attention": True}, "ep": 2, "num_microbatches": 2},
         "combine of layer 2, half 1 of microbatch 1, forward",
@@ -73,6 +76,11 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
 def kind_of(case: str) -> str:
     """Return the kind of group of a case."""
     return case.partition(",")[0]
+
+
+def ranks_of(case: str) -> int:
+    """Return the number of ranks of a case; a late rank of expert data parallelism has peers elsewhere."""
+    return 4 if kind_of(case) == "EDP" else JOBS[case][0].get("ep", 2)
 
 
 def train(

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from tests.features.diagnostics.collectives.late_ranks import JOBS, LATE
+from tests.features.diagnostics.collectives.late_ranks import JOBS, LATE, ranks_of
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.full
@@ -22,22 +22,23 @@ ENDS_WITHIN_S = 60
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function that starts two ranks of a step, one of which is lost."""
+    """Return a function that starts the ranks of a step, one of which is lost."""
     started: list[subprocess.Popen[str]] = []
 
     def start(fate: str, case: str = "EP, pairs", apart: bool = False) -> list[subprocess.Popen[str]]:
+        ranks = ranks_of(case)
         environment = {
             **os.environ,
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": str(ranks),
         }
         environment |= {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        for rank in range(2):
+        for rank in range(ranks):
             command = [
                 sys.executable,
                 "-m",
@@ -60,12 +61,14 @@ def job(tmp_path):
 
 
 def wait_for(ranks: list[subprocess.Popen[str]]) -> str:
-    """Wait until the broken connection ends the surviving rank; return its output."""
-    survivor = ranks[1 - LATE]
+    """Wait until broken connections end the surviving ranks; return the output of the first one."""
     ranks[LATE].wait(timeout=180)
-    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
-    assert survivor.returncode not in (0, None)
-    return said
+    said = []
+    for survivor in (process for rank, process in enumerate(ranks) if rank != LATE):
+        # In a chain, the end of one rank breaks the connection of the next.
+        said.append(survivor.communicate(timeout=ENDS_WITHIN_S * (len(ranks) - 1))[1])
+        assert survivor.returncode not in (0, None)
+    return said[0]
 
 
 def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
@@ -80,7 +83,11 @@ def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs", "EP, chains"]
+    "case",
+    [
+        *("TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs"),
+        *("EP, chains", "EP, chain of 4 ranks", "EP, chain of 4 ranks, backward"),
+    ],
 )
 def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
     # A killed rank writes no record; its last calls are in its call file.
