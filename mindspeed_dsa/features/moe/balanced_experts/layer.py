@@ -35,6 +35,7 @@ from mindspeed_dsa.features.moe.balanced_experts.planning import (
 )
 from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExpert, WeightTransfer
 from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
+from mindspeed_dsa.features.moe.numbering import order_of
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.split_layers import Companion, Cut, accompany, companion_of, in_pieces
 from mindspeed_dsa.ops.moe_permute.row_map import of_routing
@@ -47,8 +48,8 @@ Call = Callable[..., Any]
 class _Layer:
     """Experts and process group of one MoE layer; holds no tensors except the layer's weights."""
 
-    def __init__(self, module: Any, dispatcher: Any) -> None:
-        self.experts, self._module = single_experts(module), module
+    def __init__(self, module: Any, router: Any, dispatcher: Any) -> None:
+        self.experts, self._module, self._router = single_experts(module), module, router
         self.count: int = dispatcher.num_local_experts
         self.group = dispatcher.ep_group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -74,6 +75,11 @@ class _Layer:
                     "--fsdp2-config-path, or omit --balanced-moe-experts"
                 )
         return self._parameters
+
+    def number_of(self, slot: int) -> int:
+        """Return the number of the expert in a slot, which ``--moe-expert-placement`` may have changed."""
+        order = order_of(self._router)
+        return slot if order is None else order[slot]
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
@@ -161,7 +167,7 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
         require(context, check_balanced, config)
         original(self, config, *args, **kwargs)
         dispatcher = self.token_dispatcher
-        setattr(dispatcher, _LAYER, _Layer(self.experts, dispatcher))
+        setattr(dispatcher, _LAYER, _Layer(self.experts, self.router, dispatcher))
 
     return __init__
 
@@ -184,17 +190,17 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
         plan = choose(counts, costs, context.options.hot_experts)
-        if plan.experts:
+        moved = _moved(layer, plan, counts, learning, nodes_of(layer.group, context))
+        if moved:
             context.log.info(
                 "experts %s travel to their tokens, the first that do: forward and backward of a layer's "
                 "experts are expected to take %.3g ms instead of %.3g",
-                ", ".join(map(str, plan.experts)),
+                ", ".join(str(expert.number) for expert in moved),
                 1e3 * plan.after,
                 1e3 * plan.before,
                 once="the first that do",
                 ranks="stage",
             )
-        moved = _moved(layer, plan, counts, learning, nodes_of(layer.group, context))
         lane = lanes.setdefault(layer.group, Lane())
         transfer = WeightTransfer(moved, parameters, layer.shapes, layer.group, lane)
         forward, cold_map = _split(transfer, counts, hidden_states, routing_map, probs)
@@ -273,12 +279,12 @@ def _moved(
 ) -> list[MovedExpert]:
     """Return the moved experts. All ranks need the chains of all experts to match their messages."""
     moved = []
-    for expert in plan.experts:
-        owner = expert // layer.count
-        receivers = [int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != owner]
-        weights = layer.experts.expert_weights(expert % layer.count) if owner == layer.rank else ()
+    for slot in plan.experts:
+        owner = slot // layer.count
+        receivers = [int(rank) for rank in np.flatnonzero(counts[:, slot]) if rank != owner]
+        weights = layer.experts.expert_weights(slot % layer.count) if owner == layer.rank else ()
         chain = chain_of(owner, receivers, nodes)
-        moved.append(MovedExpert(expert, owner, chain, learning[expert], weights))
+        moved.append(MovedExpert(slot, layer.number_of(slot), owner, chain, learning[slot], weights))
     return moved
 
 
@@ -290,8 +296,8 @@ def _split(
     probs: Tensor,
 ) -> tuple[_Forward, Tensor]:
     """Split the tokens: return the state of those for received experts, and the other tokens' routing map."""
-    received = [expert.number for expert in transfer.received]
-    rows = [int(counts[transfer.rank, expert]) for expert in received]
+    received = [expert.slot for expert in transfer.received]
+    rows = [int(counts[transfer.rank, slot]) for slot in received]
     cold_map = routing_map
     indices = torch.zeros(0, dtype=torch.int32, device=routing_map.device)
     places = indices

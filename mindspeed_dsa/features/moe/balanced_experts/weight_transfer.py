@@ -38,13 +38,15 @@ class MovedExpert:
     """Expert whose weights are sent. All ranks of the group build the same list.
 
     Attributes:
-        number: number of the expert in the layer.
+        slot: position among the experts of all ranks; column of the routing map.
+        number: number of the expert in the layer, for names of messages.
         owner: rank in the group to which the expert belongs.
         chain: ranks in the group that receive the weights, in this order; excludes the owner.
         learns: whether the expert is trained; only then gradients are sent back.
         weights: the expert's weights on the owner; empty on other ranks.
     """
 
+    slot: int
     number: int
     owner: int
     chain: tuple[int, ...]

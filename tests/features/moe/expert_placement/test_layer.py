@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.expert_placement import placing
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS, watched
+from tests.features.moe.balanced_experts.test_chains import assert_links_carry_each_expert_once
 from tests.support import model, moe
 
 # -- functions that run in the pool's workers ------------------------------------------------------
@@ -29,16 +31,21 @@ BALANCED = {
 
 
 def train(
-    order: Sequence[int] | None, file: str, dispatcher: str = "alltoall", tp: int = 1
+    order: Sequence[int] | None,
+    file: str,
+    dispatcher: str = "alltoall",
+    tp: int = 1,
+    switches: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run two microbatches of a layer with eight experts, in their default slots or in ``order``.
 
     Returns:
         outputs, input gradients, router gradients, all experts' gradients by number, and the tokens that each
-        expert has computed, by rank.
+        expert has computed, by rank. Also plans and links of :func:`watched`.
     """
     ranks = dist.get_world_size()
-    model.start({"moe_expert_placement": file} if order else {}, ep=ranks, tp=tp, etp=1)
+    placed = {"moe_expert_placement": file} if order else {}
+    model.start({**placed, **(switches or {})}, ep=ranks, tp=tp, etp=1)
     cfg = moe.config(tp=tp, ep=ranks, num_moe_experts=8, moe_token_dispatcher_type=dispatcher, **BALANCED)
     layer = moe.layer(cfg)
     if order is not None:
@@ -49,7 +56,8 @@ def train(
     computed = dict.fromkeys(numbers, 0)
     for number, expert in zip(numbers, layer.experts.local_experts, strict=True):
         expert.register_forward_hook(_counter(number, computed))
-    result = moe.train(layer, [moe.tokens(6, seed=dist.get_rank() + 10 * step) for step in range(2)])
+    with watched() as found:
+        result = moe.train(layer, [moe.tokens(6, seed=dist.get_rank() + 10 * step) for step in range(2)])
     experts = {
         number: {name: p.grad for name, p in expert.named_parameters()}
         for number, expert in zip(numbers, layer.experts.local_experts, strict=True)
@@ -57,6 +65,7 @@ def train(
     everywhere: list[Any] = [None] * ranks
     dist.all_gather_object(everywhere, (experts, computed))
     return {
+        **found,
         "outputs": result["outputs"],
         "inputs": result["inputs"],
         "router": layer.router.weight.grad,
@@ -110,3 +119,35 @@ def test_outputs_losses_and_gradients_are_those_of_experts_in_order(pool, tmp_pa
     room = 8 // ranks
     expected = [{e: tokens[e] for e in ORDER[r * room : (r + 1) * room]} for r in range(ranks)]
     assert placed[0]["computed"] == expected != stock[0]["computed"]
+
+
+def test_moved_experts(pool, tmp_path):
+    """Placed experts move from their ranks, under their numbers, with Megatron's results."""
+    file = tmp_path / "placement.json"
+    expert_placement.write(file, Placement(8, 4, {1: ORDER}))
+    case = "tests.features.moe.expert_placement.test_layer:train"
+    stock = pool.run(case, 4, order=None, file="")
+    placed = pool.run(case, 4, order=ORDER, file=str(file), switches=ALWAYS)
+    for mine, theirs in zip(placed, stock, strict=True):
+        assert all(mine["plans"])
+        assert same(mine["bias"], theirs["bias"])
+        moe.assert_same(*map(with_weights, (mine, theirs)), rtol=1e-6)
+    assert_links_carry_each_expert_once(placed, ORDER)
+    names = {what for rank in placed for _, what in rank["links"]}
+    for number, owner in ((number, slot // 2) for slot, number in enumerate(ORDER)):
+        paths = [
+            what.rpartition(" ranks ")[2] for what in names if what.startswith(f"weights of expert {number} ")
+        ]
+        assert all(path.startswith(f"{owner} > ") for path in paths)
+    assert any(what.count(">") == 3 for what in names)
+
+
+def with_weights(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return results with all gradients of weights under ``weights``."""
+    experts = {
+        f"{number} {name}": gradient
+        for number, each in found["experts"].items()
+        for name, gradient in each.items()
+        if gradient is not None
+    }
+    return {**found, "weights": {"router": found["router"], **experts}}
