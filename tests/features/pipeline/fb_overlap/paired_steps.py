@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_dsa.parallel.all_to_all import InFlight
 from tests.support import memory_events, model, moe, optimizer_job
@@ -124,7 +125,7 @@ def three_steps(
     """Take steps with overlapped reduction, and an evaluation, stock and ours."""
     import mindspeed_dsa
 
-    model.start(ep=2, etp=1)
+    model.start(ep=dist.get_world_size(), etp=1)
     theirs = _steps(distributed, **overrides)
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(**model.DSA_ON, **SWITCH, **(switches or {}))
@@ -178,7 +179,7 @@ def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    cfg = model.config(num_layers=2, expert_model_parallel_size=2, **overrides)
+    cfg = model.config(num_layers=2, expert_model_parallel_size=dist.get_world_size(), **overrides)
     # Small buckets, so that reductions start during backward.
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

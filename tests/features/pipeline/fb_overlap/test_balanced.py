@@ -4,10 +4,15 @@ recomputation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.features.moe.balanced_experts import popular_experts
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS
+from tests.features.moe.balanced_experts.test_chains import assert_links_carry_each_expert_once
+from tests.features.pipeline.fb_overlap import recomputed_steps
 from tests.features.pipeline.fb_overlap.test_recompute import INTERLEAVED, MOE, PAIRS, UNIFORM, step
 from tests.support.memory_events import MOVED
 from tests.support.model import assert_same_gradients, losses_of
@@ -56,16 +61,52 @@ def test_losses_and_gradients(pool, name):
             assert twice["counts"][MOVED] == 2 * once["counts"][MOVED]
 
 
+def watched(**arguments: Any) -> dict[str, Any]:
+    """Run a step, and also return the plans and the bytes of the links."""
+    with popular_experts.watched() as found:
+        result = recomputed_steps.trained(**arguments)
+    return {**result, **found}
+
+
+def test_chains_of_four_ranks(pool):
+    """Several chains in both directions of two microbatches, with the plans and results of layers alone."""
+    _, layout, microbatches, model, _ = RUNS["EP4"]
+    stock, alone, pairs = (
+        pool.run(
+            f"{__name__}:watched",
+            4,
+            switches=switches,
+            overrides=model,
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, ALWAYS, {**ALWAYS, **PAIRS})
+    )
+    for theirs, mine, ours in zip(stock, alone, pairs, strict=True):
+        assert ours["plans"] == mine["plans"]
+        for one in (theirs, mine):
+            assert losses_of(ours) == pytest.approx(losses_of(one), rel=1e-6)
+            assert_same_gradients(ours["gradients"], one["gradients"], rtol=1e-5)
+    assert len(pairs[0]["plans"]) == 2 * microbatches
+    assert max(map(len, pairs[0]["plans"])) > 2
+    for ranks in (alone, pairs):
+        assert_links_carry_each_expert_once(ranks)
+    assert any(what.count(">") == 3 for rank in pairs for _, what in rank["links"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("recomputed", [{}, UNIFORM], ids=["", "recomputed"])
 @pytest.mark.parametrize("distributed", [False, True])
-def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_three_steps_of_overlapped_reduction(pool, ranks, distributed, recomputed):
     """No bucket is reduced before the gradients from other ranks arrive, and weights report as often as in
     stock.
     """
     for rank in pool.run(
         "tests.features.pipeline.fb_overlap.paired_steps:three_steps",
-        2,
+        ranks,
         distributed=distributed,
         switches={**ALWAYS, "balanced_moe_hot_expert_num": 2},
         **recomputed,
