@@ -172,7 +172,7 @@ class Links:
         # An all-to-all uses both links at once; the slowest link of a chain decides.
         link = 1 / max(beyond / self.outside, (1 - beyond) / self.inside)
         chain = self.outside if beyond else self.inside
-        return Rates(matmul, link, chain, ranks, 1 if chain == self.inside else 2, message=self.message)
+        return Rates(matmul, link, chain, self.inside, tuple(self.nodes(ranks)), message=self.message)
 
 
 @dataclass(frozen=True)

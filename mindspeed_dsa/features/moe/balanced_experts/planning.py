@@ -12,6 +12,7 @@ import hashlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,14 +59,13 @@ class Costs:
     Attributes:
         row: time of the forward of one row through one expert.
         token: time to transfer one row over a rank's link, one way.
-        weights: time to transfer one expert's weights over a rank's link.
-        gradients: time to transfer one expert's gradients over a rank's link.
+        weights: time to transfer one expert's weights over a rank's link inside its node.
+        gradients: time to transfer one expert's gradients over that link.
         call: fixed forward time of running one more expert, in addition to its rows.
         pieces: pieces in which weights or gradients pass along a chain. A rank gets them one piece's time
             after the rank before it.
-        nodes: number of nodes of the group. Experts take turns by pieces. On one node all links are equally
-            slow, so that pieces wait for those of other experts at each rank; with several nodes they wait
-            at the few links between nodes.
+        beyond: time over a rank's link to other nodes, relative to the link inside its node; at least 1.
+        nodes: node number of each rank, see :func:`nodes_of`; empty for one node.
     """
 
     row: float
@@ -74,7 +74,8 @@ class Costs:
     gradients: float
     call: float = 0.0
     pieces: int = 1
-    nodes: int = 1
+    beyond: float = 1.0
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Plan:
     """Experts to move, and the predicted times.
 
     Attributes:
-        experts: numbers of the moved experts among all experts, ascending.
+        experts: slots of the moved experts, ascending: positions among the experts of all ranks.
         before: predicted forward plus backward time of the routed experts if nothing is moved, in seconds.
         after: predicted forward plus backward time with this plan, in seconds.
         rows: number of rows that each rank computes with this plan, ``[ranks]``.
@@ -109,9 +110,9 @@ class _Sets:
         key: number of each set, equal for equal sets, ``[sets]``.
         cold: rows that each rank computes with its own experts, ``[sets, ranks]``.
         hot: rows that it computes with received weights, ``[sets, ranks]``.
-        sent: experts whose weights it sends or passes on, ``[sets, ranks]``.
-        received: experts whose weights it receives, ``[sets, ranks]``.
-        length: receivers in the longest chain, ``[sets]``.
+        sent: experts that it sends or passes on, inside its node and to others, ``[sets, 2, ranks]``.
+        received: experts that it receives, from its node and from others, ``[sets, 2, ranks]``.
+        hops: most messages of one chain inside nodes, and between nodes, ``[sets, 2]``.
         seconds: predicted time, ``[sets]``.
     """
 
@@ -121,7 +122,7 @@ class _Sets:
     hot: Counts
     sent: Counts
     received: Counts
-    length: Counts
+    hops: Counts
     seconds: Floats
 
     def __getitem__(self, sets: Any) -> _Sets:
@@ -149,13 +150,17 @@ class _Problem:
         at_home = counts[self.owner, numbers].reshape(ranks, -1).sum(axis=1)
         self.load: Counts = at_home + self.remote.reshape(ranks, -1).sum(axis=1)  # [ranks]
         self._at_home, self._leave = at_home, away.sum(axis=0)
-        self.received: Counts = (away > 0).astype(np.int64)  # [experts, ranks]
-        self.receivers: Counts = self.received.sum(axis=1)
-        self.sent = self.received.copy()
-        self.sent[numbers, self.owner] += 1
-        # The last rank of a chain sends nothing. Without receivers it is the owner.
-        last = np.where(self.receivers > 0, ranks - 1 - np.argmax(self.received[:, ::-1], axis=1), self.owner)
-        self.sent[numbers, last] -= 1
+        # Ranks of each chain in order, then those without tokens for the expert: [experts, ranks].
+        nodes = costs.nodes or (0,) * ranks
+        place = _places(nodes)[self.owner]
+        chain = np.argsort(np.where(away > 0, place, place + place.size * (place > 0)), axis=1)
+        passes = np.arange(1, ranks) <= (away > 0).sum(axis=1)[:, None]
+        crosses = (np.diff(np.array(nodes)[chain], axis=1) != 0).astype(np.int64)
+        self.sent: Counts = np.zeros((experts, 2, ranks), dtype=np.int64)
+        self.received = self.sent.copy()
+        self.sent[numbers[:, None], crosses, chain[:, :-1]] = passes
+        self.received[numbers[:, None], crosses, chain[:, 1:]] = passes
+        self.hops: Counts = self.sent.sum(axis=2)
         # A set's key is the sum of these: one bit per expert, or random numbers for many experts.
         self.key: Counts = np.random.default_rng(0).integers(1, 1 << 62, size=(experts,))
         if experts <= _EXACT:
@@ -163,10 +168,9 @@ class _Problem:
 
     def nothing(self) -> _Sets:
         """Return the set without experts."""
-        none = np.zeros((1, self.ranks), dtype=np.int64)
-        zero = np.zeros(1, dtype=np.int64)
+        none, zero = np.zeros((1, 2, self.ranks), dtype=np.int64), np.zeros(1, dtype=np.int64)
         moved = np.zeros((1, self.experts), dtype=np.bool_)
-        return self._timed(moved, zero, self.load[None, :], none, none, none, zero)
+        return self._timed(moved, zero, self.load[None, :], none[:, 0], none, none, none[:, :, 0])
 
     def extended(self, sets: _Sets) -> _Sets:
         """Extend each set by each of its best candidates; equal results are repeated."""
@@ -191,7 +195,7 @@ class _Problem:
             sets.hot[old] + self.away[expert],
             sets.sent[old] + self.sent[expert],
             sets.received[old] + self.received[expert],
-            np.maximum(sets.length[old], self.receivers[expert]),
+            np.maximum(sets.hops[old], self.hops[expert]),
         )
 
     def _timed(
@@ -202,21 +206,23 @@ class _Problem:
         hot: Counts,
         sent: Counts,
         received: Counts,
-        length: Counts,
+        hops: Counts,
     ) -> _Sets:
         costs = self.costs
         rows = np.maximum((self._leave - hot).max(axis=1), (cold - self._at_home).max(axis=1))
-        copies = np.maximum(sent, received).max(axis=1)
-        # The last rank of the longest chain gets its copies later than the first.
-        late = np.maximum(length - 1, 0) / costs.pieces
-        copies = copies + late * (copies if costs.nodes == 1 else 1)
-        moving = hot * costs.row + received * costs.call
+        # The unit is one copy's time inside a node. Links inside and between nodes work at the same time.
+        links = np.array([1.0, costs.beyond])
+        copies = (np.maximum(sent, received).max(axis=2) * links).max(axis=1)
+        # The last rank gets each piece later by the hops; the slowest hop is in the copies.
+        late = (hops * links).sum(axis=1) - ((hops > 0) * links).max(axis=1)
+        copies = copies + late / costs.pieces
+        moving = hot * costs.row + received.sum(axis=1) * costs.call
         # The experts of dispatched tokens hide the weights in forward and the gradients in backward.
         forward = np.maximum(cold * costs.row, (copies * costs.weights)[:, None]) + moving
         row = _BACKWARD * costs.row
         backward = np.maximum(cold * row, (copies * costs.gradients)[:, None]) + _BACKWARD * moving
         seconds = forward.max(axis=1) + backward.max(axis=1) + rows * (_TRANSFERS * costs.token)
-        return _Sets(moved, key, cold, hot, sent, received, length, seconds)
+        return _Sets(moved, key, cold, hot, sent, received, hops, seconds)
 
 
 def choose(counts: Any, costs: Costs, limit: int | None = None) -> Plan:
@@ -275,16 +281,25 @@ def _search(problem: _Problem, sets: _Sets, limit: int) -> _Sets:
 def chain_of(owner: int, receivers: Sequence[int], nodes: Sequence[int]) -> tuple[int, ...]:
     """Return an expert's receivers in the order in which they pass its weights on.
 
-    Ranks of the owner's node come first, then node by node, so that each network is crossed once.
+    Ranks of the owner's node come first, then node by node, so that each network is crossed once. Chains of
+    different owners enter and leave a node at different ranks, each of which has a link to other nodes.
 
     Args:
         owner: rank that sends first.
         receivers: ranks that receive the weights, in any order.
         nodes: node number of each rank, see :func:`nodes_of`.
     """
-    # Owner on node 1 of 0 to 3: nodes 1, 2, 3, 0.
-    count = max(nodes) + 1
-    return tuple(sorted(receivers, key=lambda rank: ((nodes[rank] - nodes[owner]) % count, rank)))
+    return tuple(sorted(receivers, key=_places(tuple(nodes))[owner].__getitem__))
+
+
+@lru_cache(maxsize=16)
+def _places(nodes: tuple[int, ...]) -> Counts:
+    """Return each rank's place in a chain through all ranks, by owner: ``[owners, ranks]``."""
+    node, count, ranks = np.array(nodes), max(nodes) + 1, len(nodes)
+    own = np.array([nodes[:rank].count(nodes[rank]) for rank in range(ranks)])  # place inside the node
+    # Owner 5 of two nodes with 4 ranks: 5 6 7 4, then 1 2 3 0.
+    places: Counts = (node - node[:, None]) % count * ranks + (own - own[:, None]) % (own.max() + 1)
+    return places
 
 
 def nodes_of(group: Any, context: Context[Options]) -> tuple[int, ...]:
@@ -322,9 +337,10 @@ class Rates:
     Attributes:
         matmul: FLOP/s of an expert's matmuls.
         link: bytes per second over a rank's link in one direction, in an all-to-all.
-        chain: bytes per second that a rank of a chain receives and passes on.
-        ranks: number of ranks in the group.
-        nodes: number of nodes of the group.
+        chain: bytes per second that a rank of a chain receives and passes on, with several nodes from one to
+            the next.
+        inside: the same inside a node.
+        nodes: node number of each rank, see :func:`nodes_of`.
         call: fixed seconds per additional expert call.
         message: fixed seconds per additional piece in a chain.
     """
@@ -332,8 +348,8 @@ class Rates:
     matmul: float
     link: float
     chain: float
-    ranks: int
-    nodes: int = 1
+    inside: float
+    nodes: tuple[int, ...]
     call: float = 0.0
     message: float = 0.0
 
@@ -343,15 +359,16 @@ class Rates:
         numel = sum(shape.numel() for shape in shapes)
         # Gradients are sent in fp32 or wider, see WeightTransfer.send_gradients.
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        pieces = pieces_of(self.ranks - 1, numel * dtype.itemsize)
+        pieces = pieces_of(len(self.nodes) - 1, numel * dtype.itemsize)
         latency = pieces * self.message
         return Costs(
             row=2 * numel / self.matmul,
             token=hidden * dtype.itemsize / self.link,
-            weights=numel * dtype.itemsize / self.chain + latency,
-            gradients=numel * wide / self.chain + latency,
+            weights=numel * dtype.itemsize / self.inside + latency,
+            gradients=numel * wide / self.inside + latency,
             call=self.call,
             pieces=pieces,
+            beyond=max(1.0, self.inside / self.chain),
             nodes=self.nodes,
         )
 
@@ -381,27 +398,30 @@ def rates_of(experts: SingleExperts, hidden: int, group: Any, context: Context[O
     options, measured, nodes = context.options, context.state(Groups).rates, nodes_of(group, context)
     if options.matmul_rate is not None and options.link_rate is not None:
         link = options.link_rate * 1e9
-        return Rates(options.matmul_rate * 1e12, link, link, len(nodes), max(nodes) + 1)
+        return Rates(options.matmul_rate * 1e12, link, link, link, nodes)
     if group not in measured:
         measured[group] = _measure(experts, hidden, group, nodes)
         context.log.info(
-            "measured %.3g TFLOP/s of experts; between %d ranks %.3g GB/s of a link, %.3g GB/s along a chain",
+            "measured %.3g TFLOP/s of experts; between %d ranks %.3g GB/s of a link, %.3g GB/s along a "
+            "chain, %.3g GB/s inside a node",
             measured[group].matmul / 1e12,
-            measured[group].ranks,
+            len(nodes),
             measured[group].link / 1e9,
             measured[group].chain / 1e9,
+            measured[group].inside / 1e9,
             ranks="stage",
         )
     rates = measured[group]
     if options.matmul_rate is not None:
         return replace(rates, matmul=options.matmul_rate * 1e12)
     if options.link_rate is not None:
-        return replace(rates, link=options.link_rate * 1e9, chain=options.link_rate * 1e9)
+        link = options.link_rate * 1e9
+        return replace(rates, link=link, chain=link, inside=link)
     return rates
 
 
 @torch.no_grad()
-def _measure(experts: SingleExperts, hidden: int, group: Any, nodes: Sequence[int]) -> Rates:
+def _measure(experts: SingleExperts, hidden: int, group: Any, nodes: tuple[int, ...]) -> Rates:
     weights = [weight.of(weight.parameter.detach()) for weight in experts.expert_weights(0)]
     device, rank, ranks = weights[0].device, dist.get_rank(group), dist.get_world_size(group)
 
@@ -416,13 +436,15 @@ def _measure(experts: SingleExperts, hidden: int, group: Any, nodes: Sequence[in
         to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
         return _fastest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
 
-    def pass_on(size: int) -> float:
-        data = [torch.zeros(size, dtype=torch.uint8, device=device)]
-        flow = Flow((0, *chain_of(0, range(1, ranks), nodes)), "a measured chain", [size], 1)
-        setattr(flow, "received" if rank else "own", data)
+    def pass_on(size: int, paths: Sequence[tuple[int, ...]]) -> float:
+        flows = [Flow(path, "a measured chain", [size], 1) for path in paths]
+        for flow in flows:
+            if rank in flow.ranks:
+                data = [torch.zeros(size, dtype=torch.uint8, device=device)]
+                setattr(flow, "own" if rank == flow.ranks[0] else "received", data)
 
         def work() -> None:
-            chains = Chains([flow], group)
+            chains = Chains(flows, group)
             chains.launch()
             chains.settle()
 
@@ -430,20 +452,30 @@ def _measure(experts: SingleExperts, hidden: int, group: Any, nodes: Sequence[in
 
     # One row and one byte measure the fixed costs of a call and of a message.
     seconds = {"rows": run(_ROWS), "bytes": send(_BYTES), "call": run(1)}
-    seconds |= {"chain": pass_on(_CHAIN), "byte": pass_on(1)}
+    whole = (0, *chain_of(0, range(1, ranks), nodes))
+    parts = [tuple(each for each in whole if nodes[each] == node) for node in range(max(nodes) + 1)]
+    longest = max(map(len, parts)) - 1
+    seconds |= {"chain": pass_on(_CHAIN, [whole]), "byte": pass_on(1, [whole])}
+    # Otherwise all links are alike: one node, or one rank on each.
+    if mixed := 0 < longest < ranks - 1:
+        seconds["inside"] = pass_on(_CHAIN, [part for part in parts if len(part) > 1])
     seconds = slowest(seconds, group)
     numel = sum(weight.numel() for weight in weights)
-    hops = ranks - 1
-    # With 3 hops and 16 pieces, the last rank has everything after the time of 18 pieces.
-    pieces = pieces_of(hops, _CHAIN)
+
+    def rate(hops: int, took: float) -> float:
+        # With 3 hops and 16 pieces, the last rank has everything after the time of 18 pieces.
+        pieces = pieces_of(hops, _CHAIN)
+        return _CHAIN * (pieces + hops - 1) / pieces / took
+
+    chain = rate(ranks - 1, seconds["chain"])
     return Rates(
         matmul=2 * numel * _ROWS / seconds["rows"],
         link=_BYTES / seconds["bytes"],
-        chain=_CHAIN * (pieces + hops - 1) / pieces / seconds["chain"],
-        ranks=ranks,
-        nodes=max(nodes) + 1,
+        chain=chain,
+        inside=rate(longest, seconds["inside"]) if mixed else chain,
+        nodes=nodes,
         call=seconds["call"],
-        message=seconds["byte"] / hops,
+        message=seconds["byte"] / (ranks - 1),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, combinations, pairwise
 from unittest import mock
 
@@ -73,9 +74,11 @@ def seconds_of(counts, experts, costs) -> float:
     """Evaluate the cost model: weights travel with the cold rows, and all ranks wait for the slowest."""
     ranks, count = counts.shape
     per_rank = count // ranks
-    # Rows per rank of its own and of moved experts, rows out and back, and weights sent and received.
-    cold, hot, out, back, sent, received = (np.zeros(ranks) for _ in range(6))
-    longest = 1
+    # Rows per rank of its own and of moved experts, rows out and back.
+    cold, hot, out, back = (np.zeros(ranks) for _ in range(4))
+    # Weights sent and received, and hops of the longest chains, each inside nodes and between them.
+    sent, received, hops = np.zeros((2, ranks)), np.zeros((2, ranks)), np.zeros(2)
+    links = np.array([1.0, costs.beyond])
     for source in range(ranks):
         for expert in range(count):
             owner, rows = expert // per_rank, counts[source, expert]
@@ -89,21 +92,24 @@ def seconds_of(counts, experts, costs) -> float:
     for expert in experts:
         owner = expert // per_rank
         receivers = [rank for rank in range(ranks) if rank != owner and counts[rank, expert]]
-        chain = (owner, *chain_of(owner, receivers, [0] * ranks))
-        longest = max(longest, len(receivers))
-        for sender, receiver in pairwise(chain):
-            sent[sender] += 1
-            received[receiver] += 1
+        own_hops = np.zeros(2)
+        for sender, receiver in pairwise((owner, *chain_of(owner, receivers, costs.nodes))):
+            way = int(costs.nodes[sender] != costs.nodes[receiver])
+            sent[way, sender] += 1
+            received[way, receiver] += 1
+            own_hops[way] += 1
+        hops = np.maximum(hops, own_hops)
     # A link carries one copy after the other, and the last rank of a chain gets the last piece later.
-    copies = max(sent.max(), received.max())
+    copies = max(links[way] * max(sent[way].max(), received[way].max()) for way in (0, 1))
+    late = hops @ links - max(links[way] * (hops[way] > 0) for way in (0, 1))
     # Rows go out and back, in forward and in backward.
     time = 4 * costs.token * max(out.max(), back.max())
     # Backward has twice the matmuls of forward.
     for row, transfer in ((costs.row, costs.weights), (2 * costs.row, costs.gradients)):
         call = costs.call * row / costs.row
-        late = (longest - 1) / costs.pieces
-        moves = (copies * (1 + late) if costs.nodes == 1 else copies + late) * transfer
-        time += max(max(cold[r] * row, moves) + hot[r] * row + received[r] * call for r in range(ranks))
+        moves = (copies + late / costs.pieces) * transfer
+        calls = received.sum(axis=0) * call
+        time += max(max(cold[r] * row, moves) + hot[r] * row + calls[r] for r in range(ranks))
     return time
 
 
@@ -122,7 +128,8 @@ COSTS = st.builds(
     gradients=st.floats(0, 1000),
     call=st.floats(0, 100),
     pieces=st.integers(1, 16),
-    nodes=st.integers(1, 2),
+    beyond=st.floats(1, 10),
+    nodes=st.tuples(*[st.integers(0, 2)] * 4),
 )
 
 
@@ -131,6 +138,7 @@ COSTS = st.builds(
 def test_the_best_subset_or_none(table, costs, limit):
     """The plan is the best of all subsets, each evaluated row by row."""
     counts = np.array(table)
+    costs = replace(costs, nodes=costs.nodes[: len(table)])
     plan = choose(counts, costs, limit)
     before = seconds_of(counts, (), costs)
     every = chain.from_iterable(combinations(range(counts.shape[1]), size) for size in range(1, limit + 1))
@@ -186,14 +194,15 @@ def test_deepseek_v3_moves_as_many_experts_as_pay(
     """256 experts, 4096 tokens a rank, top 8, 200 TFLOP/s, bf16; about these milliseconds."""
     counts = routed(256, 8, ranks, zipf, tokens=256, spread=True, seed=seed) * 16
     assert imbalance(counts) == pytest.approx(imbalanced, abs=0.03)
-    plan = choose(counts, Rates(200e12, link, link, ranks, nodes).costs(V3, 7168, torch.bfloat16), 12)
+    rates = Rates(200e12, link, link, link, tuple(rank * nodes // ranks for rank in range(ranks)))
+    plan = choose(counts, rates.costs(V3, 7168, torch.bfloat16), 12)
     assert abs(len(plan.experts) - moved) <= 1
     assert 1e3 * plan.before == pytest.approx(before, rel=0.05)
     assert 1e3 * plan.after == pytest.approx(after, rel=0.08)
 
 
 def test_nothing_moves_where_loads_are_even():
-    costs = Rates(400e12, 50e9, 50e9, 64).costs(V3, 7168, torch.bfloat16)
+    costs = Rates(400e12, 50e9, 50e9, 50e9, (0,) * 64).costs(V3, 7168, torch.bfloat16)
     assert choose(routed(256, 8, 64, 0.0, tokens=256) * 16, costs).experts == ()
 
 
@@ -235,8 +244,8 @@ def test_without_a_limit_experts_move_until_the_next_does_not_pay():
     ("owner", "receivers", "nodes", "chain"),
     [
         (0, (3, 1, 2), (0, 0, 0, 0), (1, 2, 3)),
-        (2, (0, 1, 3), (0, 0, 0, 0), (0, 1, 3)),
-        (3, range(8), (0, 0, 1, 1, 2, 2, 3, 3), (2, 4, 5, 6, 7, 0, 1)),
+        (2, (0, 1, 3), (0, 0, 0, 0), (3, 0, 1)),
+        (3, range(8), (0, 0, 1, 1, 2, 2, 3, 3), (2, 5, 4, 7, 6, 1, 0)),
         (1, (0, 2, 4, 7), (0, 1, 2, 0, 1, 2, 0, 1), (4, 7, 2, 0)),
         (1, (), (0, 0), ()),
     ],
@@ -244,6 +253,14 @@ def test_without_a_limit_experts_move_until_the_next_does_not_pay():
 )
 def test_a_chain_leaves_each_node_once(owner, receivers, nodes, chain):
     assert chain_of(owner, [rank for rank in receivers if rank != owner], nodes) == chain
+
+
+def test_owners_of_one_node_leave_it_at_different_ranks():
+    """Each rank of two nodes of four sends to the other node for one owner, and receives for one."""
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    chains = [(owner, *chain_of(owner, set(range(8)) - {owner}, nodes)) for owner in range(8)]
+    crossings = [(a, b) for each in chains for a, b in pairwise(each) if nodes[a] != nodes[b]]
+    assert sorted(a for a, _ in crossings) == sorted(b for _, b in crossings) == list(range(8))
 
 
 def test_nodes_are_numbered_by_hosts_and_gathered_once(pool):
