@@ -54,7 +54,7 @@ def select_by(
         topk: number of entries per row.
         ranges: ranges of the keys that each row sees.
         score: function of a sequence's number and a slice of its rows, which returns their scores with all
-            keys, ``[rows, keys]``; with pools, ``ranges`` and scores are those of the pools.
+            keys, ``[rows, keys]``; with pools, ``ranges`` and scores belong to pools.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.

@@ -141,7 +141,7 @@ def select_by(
         call: arguments of the operator.
         topk: number of entries per row.
         ranges: ranges of the keys that each row sees.
-        score: function that writes scores, with pools those of the pools. Its arguments are a sequence's
+        score: function that writes the scores of keys or pools. Its arguments are a sequence's
             number, a slice of its rows, their starts and ends, and a slab for the scores; see
             :func:`score_slab`.
 

@@ -58,7 +58,7 @@ class AttentionCall(Call):
 
 
 def softmax(scores: Tensor, sink: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return the softmax over the last axis, multiplied with what a sink leaves to the keys.
+    """Return the softmax over the last axis, multiplied with the share that a sink leaves to the keys.
 
     Args:
         scores: ``[..., keys]``.
@@ -81,7 +81,7 @@ def share_of_keys(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def add_sink(sink: Tensor | None, lse: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the log-sum-exp of keys and sink, given that of the keys, ``[batch, query_length, heads]``.
+    """Return the log-sum-exp of keys and sink from the keys' ``lse``, ``[batch, query_length, heads]``.
 
     ``out``, ``[batch, query_length, heads, value_dim]`` of the keys alone, is scaled in place. So kernels
     need no sink: in the backward they compute ``exp(score - lse)`` and ``dO . O`` from these two results.
@@ -94,7 +94,7 @@ def add_sink(sink: Tensor | None, lse: Tensor, out: Tensor | None = None) -> Ten
 
 
 def with_sink_alone(lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Return ``lse`` with that of rows where the sink alone counts set to the sink.
+    """Return ``lse``, set to the sink in rows where the sink alone counts.
 
     These rows name no key, or have scores so low that the probabilities of :func:`softmax` are all 0.
     """
