@@ -35,6 +35,20 @@ def argument(args: Any, name: str) -> Any:
     return getattr(args, name, None)
 
 
+def hybrid_flag(args: Any) -> str:
+    """Return the flag that makes the job's model a hybrid one, which is no ``GPTModel``; empty without."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+    return next((f"--{name.replace('_', '-')}" for name in names if argument(args, name)), "")
+
+
+def cuts_of_muon(args: Any) -> str:
+    """Return a clause if Muon updates each tensor parallel rank's part of a weight by itself, or ""."""
+    optimizer = str(argument(args, "optimizer") or "")
+    if "muon" not in optimizer or argument(args, "muon_tp_mode") not in (None, "blockwise"):
+        return ""
+    return f"--optimizer {optimizer} updates the parts of each tensor parallel rank by themselves"
+
+
 class _Together:
     """Read-only namespace over several configurations, searched in order."""
 

@@ -14,6 +14,7 @@ from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
 from mindspeed_dsa.megatron.batches import EVAL_MICRO, evaluates
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.graphs import ATTENTION, REST, refuse_graphs
@@ -85,6 +86,12 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
             f"--pack-documents makes one row of tokens a microbatch, of evaluations too, and {EVAL_MICRO} is "
             f"{args.eval_micro_batch_size}; use 1, or omit it"
         )
+    if flag := hybrid_flag(args):
+        problems.append(
+            f"--pack-documents delivers packs to GPT models alone, not to those of {flag}; omit one"
+        )
+    if argument(args, "transformer_impl") == "local" and not uses_dsa(args):
+        problems += _problems_of_plain_attention(args)
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
     if getattr(args, "mtp_num_layers", None) and release in _WITHOUT_PACKED_ROLL:
         problems.append(
@@ -118,6 +125,17 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         {ATTENTION, REST},
     )
     return problems
+
+
+def _problems_of_plain_attention(args: Any) -> Iterator[str]:
+    """Report kinds of attention that Megatron's own modules have only for whole sequences."""
+    softmax = argument(args, "softmax_type") or "vanilla"
+    kinds = {"--window-size": bool(argument(args, "window_size")), "--softmax-type": softmax != "vanilla"}
+    for flag, is_set in kinds.items():
+        if is_set:
+            yield (
+                f"{flag}: without Transformer Engine, packed documents attend to all of their keys; omit one"
+            )
 
 
 def _problems_of_dense_attention(args: Any) -> Iterator[str]:

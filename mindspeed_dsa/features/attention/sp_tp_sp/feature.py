@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, cuts_of_muon
 from mindspeed_dsa.megatron.dsa import MLA
 from mindspeed_dsa.megatron.low_precision import check_own_products
 from mindspeed_dsa.patches.spec import Patch
@@ -35,6 +35,10 @@ def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
             "--ckpt-format torch_dist"
         )
     problems += check_own_products(args, flag)
+    if argument(args, "use_megatron_fsdp"):
+        problems.append(f"{flag} keeps whole weights, which --use-megatron-fsdp would cut; omit one of them")
+    if muon := cuts_of_muon(args):
+        problems.append(f"{flag} keeps whole weights, and {muon}; add --muon-tp-mode duplicated, or omit one")
     return problems
 
 

@@ -92,6 +92,12 @@ def without_sizes(args: Any) -> Sequence[str]:
     ]
     if not getattr(args, "multi_latent_attention", True):
         problems.append("DSA is built on latent attention; add --multi-latent-attention")
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if argument(args, name):
+            problems.append(
+                f"--{name.replace('_', '-')} reads the largest logits after a step, and sparse attention "
+                "keeps none; omit it"
+            )
     head, rotary = argument(args, "dsa_indexer_head_dim"), argument(args, "qk_pos_emb_head_dim")
     if head is not None and rotary is not None and head < rotary:
         problems.append(

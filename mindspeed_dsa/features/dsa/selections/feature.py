@@ -12,7 +12,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
@@ -287,6 +287,8 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
     yield from refuse_graphs(
         args, flags, "a graph attends to the keys of the step that it was captured in", {ATTENTION}
     )
+    if flag := hybrid_flag(args):
+        yield f"{flags}: models of {flag} pass no batch on to their layers; omit one of them"
     if asked.mass and platforms.current().name == "npu":
         yield (
             f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record on "

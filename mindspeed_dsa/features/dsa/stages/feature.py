@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.megatron import optimizer
+from mindspeed_dsa.megatron.configuration import hybrid_flag
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, STAGES, Options, megatron_flag, uses_dsa
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
@@ -43,6 +44,11 @@ def check_stage(args: Any, options: Options) -> Iterator[str]:
         yield (
             f"--dsa-stage {options.stage} is about DSA's indexer, and the model has none; add "
             "--experimental-attention-variant dsa"
+        )
+    if flag := hybrid_flag(args):
+        yield (
+            f"--dsa-stage {options.stage} trains parts of GPT models alone, not of those of {flag}; omit one "
+            "of them"
         )
     if options.warmup and not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
         yield "--dsa-stage warmup trains by the indexer loss alone; set --dsa-indexer-loss-coeff above 0"

@@ -280,6 +280,11 @@ def _check_recompute(args: Any, flag: str) -> Iterator[str]:
             f"{flag} frees the memory of tensors that --cpu-offloading-num-layers moves to the host, which "
             "gains nothing; drop one of them"
         )
+    if argument(args, "fine_grained_activation_offloading"):
+        yield (
+            f"{flag} frees the memory of tensors that --fine-grained-activation-offloading may still be "
+            "copying to the host; drop one of them"
+        )
 
 
 def _check_outputs(args: Any, flag: str) -> Iterator[str]:

@@ -82,6 +82,10 @@ _REFUSED = {
     "overlap_moe_expert_parallel_comm": "hides the same transfers behind another microbatch",
     "delay_wgrad_compute": "computes the weight gradients that lie under the transfers at another place",
     "overlap_dispatch_backward_with_experts_wgrad": "puts the same weight gradients under one transfer",
+    "fine_grained_activation_offloading": "moves activations of whole microbatches, in their order",
+    "moe_paged_stash": "moves activations of whole microbatches, in their order",
+    "use_megatron_fsdp": "takes weight gradients before those under the transfers are there",
+    "use_custom_fsdp": "takes weight gradients before those under the transfers are there",
 }
 """Megatron arguments that are refused when set, with the reason."""
 

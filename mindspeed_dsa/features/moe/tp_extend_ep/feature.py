@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Context, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, cuts_of_muon
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
@@ -48,6 +48,9 @@ def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
     experts = number_of_experts(args)
     if not experts:
         yield f"{_FLAG}: this model has no experts; set --num-experts or omit the flag"
+        return
+    if etp != 1 and (muon := cuts_of_muon(args)):
+        yield f"{_FLAG} keeps experts whole, and {muon}; add --muon-tp-mode duplicated, or omit one of them"
         return
     if etp not in (None, 1):
         yield (

@@ -15,6 +15,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _REFUSED = {
     "cpu_offloading": "brings activations back for one stream",
+    "fine_grained_activation_offloading": "brings activations back for one stream",
     "use_megatron_fsdp": "frees a layer's weights when one stream is done",
     "use_custom_fsdp": "frees a layer's weights when one stream is done",
 }

@@ -151,6 +151,9 @@ _REFUSED = {
     "fine_grained_activation_offloading": "moves activations in the order of another schedule",
     "cpu_offloading": "moves activations in the order of another schedule",
     "hybrid_context_parallel": "has a schedule of its own",
+    "is_hybrid_model": "has a model of its own, whose layers are dealt out by their pattern",
+    "hybrid_override_pattern": "has a model of its own, whose layers are dealt out by their pattern",
+    "hybrid_layer_pattern": "has a model of its own, whose layers are dealt out by their pattern",
 }
 """Arguments that are refused when set, with the reason."""
 

@@ -64,6 +64,9 @@ _REFUSED = {
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
     "use_megatron_fsdp": "gathers weights by whole layers",
+    "is_hybrid_model": "has a model of its own, which Megatron cannot take apart",
+    "hybrid_override_pattern": "has a model of its own, which Megatron cannot take apart",
+    "hybrid_layer_pattern": "has a model of its own, which Megatron cannot take apart",
 }
 """Megatron arguments that are refused when set, with the reason."""
 

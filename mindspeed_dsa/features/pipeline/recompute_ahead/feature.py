@@ -68,6 +68,17 @@ def _problems(args: Any) -> Iterator[str]:
     if argument(args, "distribute_saved_activations"):
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
     yield from refuse_graphs(args, flag, "a graph recomputes where it was captured, in backward")
+    if argument(args, "fine_grained_activation_offloading"):
+        yield (
+            f"{flag} recomputes in another order than --fine-grained-activation-offloading brings "
+            "activations back; omit one of them"
+        )
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
+        if argument(args, name):
+            yield (
+                f"{flag} recomputes layers when --{name.replace('_', '-')} has dropped their weights; omit "
+                "one of them"
+            )
     pairs = argument(args, "moe_fb_overlap")
     if argument(args, "overlap_moe_expert_parallel_comm") and not pairs:
         yield (

@@ -120,6 +120,11 @@ def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
             f"{flag}: with --tensor-model-parallel-size 1 there is no communication to hide; omit "
             f"{flag} or use at least 2"
         )
+    if getattr(args, "use_megatron_fsdp", False):
+        yield (
+            f"{flag} adds gradients of chunks to buffers of the whole job, which --use-megatron-fsdp has not "
+            "got; omit one of them"
+        )
 
 
 def check_coc(args: Any, options: Any) -> Sequence[str]:
