@@ -17,7 +17,7 @@ class Row:
     Attributes:
         flags: flags, or patterns of flags, separated by blanks.
         verdict: :data:`SERVED`, :data:`UNAFFECTED` or :data:`NOT_RUN`.
-        note: for :data:`SERVED` a key of :data:`OPTIONS` or the name of other tests; otherwise the reason.
+        note: reason; for :data:`SERVED` a key of :data:`OPTIONS`, or other tests.
         words: command lines that the features' checks see, separated by ``|``. Without them, each switch and
             each choice of ``flags`` by itself.
     """

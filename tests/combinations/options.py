@@ -195,7 +195,7 @@ class Base:
         return cls(tuple(words), 2 if axes or at == "DP" else 1)
 
     def problems(self, more: Sequence[str] = (), release: str = RELEASE) -> list[str]:
-        """Return what the session and the features report about this job with more flags."""
+        """Return the problems that the features report about this job with more flags."""
         resolved = tuple(more) if _ours() & {*more} else ()
         try:
             running, read = _started((*self.words, *resolved), release)
@@ -238,12 +238,12 @@ def _copied(value: Any) -> Any:
 def _started(words: tuple[str, ...], release: str) -> tuple[Session, argparse.Namespace]:
     """Return the session of a command line, which is not armed, and the parsed arguments."""
     # Only the session's own flags: it would look for flags that resemble Megatron's.
-    known: list[str] = []
+    session_words: list[str] = []
     taken = False
     for word in words:
         taken = word in _ours() if word.startswith("--") else taken
-        known += [word] if taken else []
-    running = Session(*session.resolve({"mindspeed_platform": "cpu"}, known))
+        session_words += [word] if taken else []
+    running = Session(*session.resolve({"mindspeed_platform": "cpu"}, session_words))
     args = argparse.Namespace()
     _, unknown = _parser(release).parse_known_args(list(words), args)
     assert not unknown, unknown
@@ -301,12 +301,14 @@ def asked(listed: Sequence[tuple[str, Row]] = ()) -> Iterator[tuple[str, str, st
     bases = [Base.of(feature, at) for feature, at in FEATURES.items()]
     for _, row in listed or rows():
         for words, release in spellings(row):
-            found: dict[tuple[str, str], None] = {}
+            refusals: dict[tuple[str, str], None] = {}
             for base in bases:
                 for problem in base.problems(words.split(), release):
                     if problem not in _without(base, release):
-                        found[problem.split(":")[0].split(" ")[0], shortened(problem).replace("|", "")] = None
-            yield from ((words, *key) for key in found)
+                        refusals[problem.split(":")[0].split(" ")[0], shortened(problem).replace("|", "")] = (
+                            None
+                        )
+            yield from ((words, *key) for key in refusals)
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -331,10 +333,10 @@ class Job:
         """The job with its options, without its features."""
         dense = bool({*self.options} & {*DENSE})
         made = Base.of("", f"dense {self.at}" if dense else self.at)
-        own = [word for key in self.options for word in OPTIONS[key].split()]
-        other = {"--squared-relu", "--quick-geglu"} & {*own}
+        option_words = [word for key in self.options for word in OPTIONS[key].split()]
+        other = {"--squared-relu", "--quick-geglu"} & {*option_words}
         words = [word for word in made.words if not (word == "--swiglu" and other)]
-        return Base((*words, *own), 2 if self.at else 1)
+        return Base((*words, *option_words), 2 if self.at else 1)
 
 
 JOBS = tuple(Job(*each) for each in option_rows.JOBS)
@@ -469,7 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.combinations.options", description=main.__doc__)
     parser.add_argument("--run", type=int, nargs="+", metavar="JOB", help="numbers of jobs")
     numbers = parser.parse_args().run
-    logging.disable(logging.CRITICAL)  # what features rewrite in thousands of jobs
+    logging.disable(logging.CRITICAL)  # messages about rewritten arguments
     if not numbers:
         Table(tuple(asked()), Table.kept().trained).write()
         return
