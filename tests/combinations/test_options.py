@@ -30,9 +30,6 @@ from tests.combinations.options import (
 from tests.combinations.play import deviation, train
 
 MENDED = [
-    ("--swap-optimizer", "--optimizer-cuda-graph", "moved"),
-    ("--virtual-optimizer all", "--optimizer-cuda-graph", "moved"),
-    ("--reuse-fp32-param", "--optimizer-cuda-graph", "moved"),
     ("--recompute-norm", "--fine-grained-activation-offloading", "copying to the host"),
     ("--recompute-activation-function", "--fine-grained-activation-offloading", "copying to the host"),
     ("--two-streams", "--fine-grained-activation-offloading", "one stream"),

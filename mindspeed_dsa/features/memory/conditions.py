@@ -81,11 +81,6 @@ MOVED_STATE: tuple[Row, ...] = (
         "it moves the same state to the host",
         "omit --rl-offload-optimizer-during-inference",
     ),
-    (
-        "optimizer_cuda_graph",
-        "its graph would replay a step with the addresses of state that has moved",
-        "omit --optimizer-cuda-graph",
-    ),
 )
 """Arguments that conflict with features that move weights or optimizer state."""
 

@@ -41,11 +41,6 @@ _REFUSED: tuple[Row, ...] = (
         "it moves weights to the host without their lower halves",
         "omit --rl-offload-optimizer-during-inference",
     ),
-    (
-        "optimizer_cuda_graph",
-        "its graph would replay a step with the addresses of weights that have moved",
-        "omit --optimizer-cuda-graph",
-    ),
 )
 _OPTIMIZERS = ("adam", "sgd")
 
