@@ -21,11 +21,11 @@ LAYER = frozenset((ATTENTION, MLP, ROUTER, EXPERTS, MAMBA))
 STEP = LAYER | {REST}
 """Forward and backward."""
 
-_DENSE = frozenset((ATTENTION, MLP))
-# --cuda-graph-impl local captures a whole layer of the kind whose part is named, and the router alone.
+# --cuda-graph-impl local captures a whole layer of the kind whose part is named, and the router alone. In GPT
+# models layers with experts are of the kind `attn`: Megatron leaves out those of hybrid models alone.
 _LOCAL = {
-    "attn": _DENSE,
-    "mlp": _DENSE,
+    "attn": frozenset((ATTENTION, MLP, ROUTER, EXPERTS)),
+    "mlp": frozenset((ATTENTION, MLP)),
     "moe": frozenset((ATTENTION, ROUTER, EXPERTS)),
     "moe_router": frozenset((ROUTER,)),
     "moe_preprocess": frozenset((ROUTER,)),
@@ -60,7 +60,9 @@ def captured(args: Any) -> Set[str]:
 
 def _of_step(args: Any) -> Set[str]:
     implementation, names = _implementation(args), _names(args)
-    if implementation == "none":
+    # From 0.18 the name of the full iteration sets the implementation.
+    sets = _FULL_ITERATION in names and argument(args, "cuda_graph_modules") is not None
+    if implementation == "none" and not sets:
         return frozenset()
     if _FULL_ITERATION in (implementation, *names):
         return STEP
@@ -113,8 +115,7 @@ def _flags(args: Any) -> str:
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         if argument(args, name):
             return f"--{name.replace('_', '-')}"
-    names = _names(args)
+    names, implementation = _names(args), _implementation(args)
     flag = "--cuda-graph-modules" if argument(args, "cuda_graph_modules") else "--cuda-graph-scope"
-    return " ".join(
-        (f"--cuda-graph-impl {argument(args, 'cuda_graph_impl')}", *([flag, *names] if names else ()))
-    )
+    words = [] if implementation == "none" else ["--cuda-graph-impl", implementation]
+    return " ".join((*words, *([flag, *names] if names else ())))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Set
 from enum import Enum
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from packaging.version import Version
@@ -14,6 +16,7 @@ from mindspeed_dsa.megatron.graphs import (
     ATTENTION,
     EXPERTS,
     LAYER,
+    MAMBA,
     MLP,
     OPTIMIZER,
     ROUTER,
@@ -22,6 +25,7 @@ from mindspeed_dsa.megatron.graphs import (
     refuse_graphs,
 )
 from mindspeed_dsa.tools.migrate import megatron_flags
+from tests.support import model as job
 
 LOCAL, ENGINE = "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"
 Scope = Enum("Scope", ["full_iteration", "full_iteration_inference", "attn", "moe_router"])
@@ -37,7 +41,9 @@ LINES: list[tuple[str, str, Set[str]]] = [
     *((release, LOCAL, LAYER) for release in NEW),
     *((release, f"{LOCAL} --cuda-graph-scope full", LAYER) for release in NEW),
     *((release, f"{LOCAL} --cuda-graph-scope full_iteration", STEP) for release in NEW),
-    *((release, f"{LOCAL} --cuda-graph-scope attn", {ATTENTION, MLP}) for release in NEW),
+    # Layers with experts, too; see the last test.
+    *((release, f"{LOCAL} --cuda-graph-scope attn", LAYER - {MAMBA}) for release in NEW),
+    *((release, f"{LOCAL} --cuda-graph-scope mlp", {ATTENTION, MLP}) for release in NEW),
     *((release, f"{LOCAL} --cuda-graph-scope moe_router", {ROUTER}) for release in NEW),
     *(
         (release, f"{ENGINE} --cuda-graph-scope attn moe_router moe_preprocess", {ATTENTION, ROUTER})
@@ -45,6 +51,10 @@ LINES: list[tuple[str, str, Set[str]]] = [
     ),
     ("0.19.0", f"{ENGINE} --cuda-graph-modules mlp moe", {MLP, ROUTER, EXPERTS}),
     ("0.19.0", "--cuda-graph-impl full_iteration", STEP),
+    ("0.16.1", "--cuda-graph-scope full_iteration", set()),
+    ("0.19.0", "--cuda-graph-scope full_iteration", STEP),
+    ("0.19.0", "--cuda-graph-modules full_iteration", STEP),
+    ("0.19.0", "--cuda-graph-modules full_iteration_inference", set()),
     ("0.19.0", "--optimizer-cuda-graph", {OPTIMIZER}),
     ("0.19.0", f"{LOCAL} --optimizer-cuda-graph", LAYER | {OPTIMIZER}),
 ]
@@ -93,3 +103,22 @@ def test_a_part_that_is_not_captured_is_not_refused():
     assert "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router: reason" in problem
     (problem,) = refuse_graphs(SimpleNamespace(optimizer_cuda_graph=True), "--flag", "reason", {OPTIMIZER})
     assert problem == "--flag cannot be used with --optimizer-cuda-graph: reason; omit one of them"
+
+
+@pytest.mark.releases(">=0.16")
+def test_megatrons_local_graphs_of_attention_hold_experts(pool):
+    (kinds,) = pool.run(f"{__name__}:captured_layers", 1)
+    assert kinds == [(False, True), (True, True)]
+
+
+def captured_layers() -> list[tuple[bool, bool]]:
+    """Return whether each layer of a GPT model has experts, and whether a local graph is made of it."""
+    job.start()
+    from megatron.core.transformer import cuda_graphs
+
+    fields = {each.name for each in dataclasses.fields(job.config())}
+    names = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"
+    with mock.patch.object(cuda_graphs, "CudaGraphManager"):
+        cfg = job.config(cuda_graph_impl="local", moe_layer_freq=[0, 1], num_layers=2, **{names: ["attn"]})
+        layers = job.gpt_model(cfg).decoder.layers
+    return [(layer.is_moe_layer, hasattr(layer, "cudagraph_manager")) for layer in layers]
