@@ -22,7 +22,9 @@ def test_every_row_of_this_release_is_applied_and_undone(pool):
     for feature in OURS:
         for patch in feature.patches:
             here = "0.16.1" in SpecifierSet(patch.versions)
-            assert (patch.label, "applied" if here else "skipped") in states
+            # Other packages' modules are not imported in this job.
+            expected = "applied" if patch.label.startswith("megatron.") else "pending"
+            assert (patch.label, expected if here else "skipped") in states
     changed = result["changed by enable"]
     assert {"multi_latent_attention:Linear", "dsa:rotate_activation", "moe.router:router_gating_linear"} <= {
         name.removeprefix("megatron.core.transformer.").removeprefix("experimental_attention_variant.")
