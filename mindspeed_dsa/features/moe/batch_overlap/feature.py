@@ -123,12 +123,9 @@ _REFUSED_WITH_ATTENTION = {
     "hidden_dropout": "draws other random numbers for halves than for the whole",
     "attention_dropout": "draws other random numbers for halves than for the whole",
     "moe_enable_routing_replay": "counts one routing for each layer and microbatch",
-    "use_megatron_fsdp": "gathers weights by whole layers",
     "pack_documents": "has one row of tokens for a microbatch, and no whole sequences to cut it by",
     "reset_position_ids": "has one row of tokens for a microbatch, and no whole sequences to cut it by",
-    "fine_grained_activation_offloading": "moves activations of one microbatch after the other",
     "cpu_offloading": "moves activations of one microbatch after the other",
-    "moe_paged_stash": "moves activations of one microbatch after the other",
 }
 """Arguments that are also refused if attention is cut, with the reason."""
 
