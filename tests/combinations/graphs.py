@@ -104,7 +104,7 @@ PLACES: dict[str, Set[str]] = {
     "moe-router-load-report": {ROUTER},
     "moe-tp-extend-ep": set(),
     "mtp-recompute": {REST},
-    "pack-documents": {ATTENTION, REST},
+    "pack-documents": STEP,
     "pad-sequences": {ATTENTION, ROUTER, REST},
     "record-collectives": STEP,
     "recompute-activation-function": {MLP, ROUTER, EXPERTS},

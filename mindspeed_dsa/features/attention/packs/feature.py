@@ -17,7 +17,7 @@ from mindspeed_dsa.megatron.batches import EVAL_MICRO, evaluates
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
-from mindspeed_dsa.megatron.graphs import ATTENTION, REST, refuse_graphs
+from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -121,8 +121,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
     problems += refuse_graphs(
         args,
         "--pack-documents",
-        "the documents of each pack, which the host lists, decide which keys a graph reads",
-        {ATTENTION, REST},
+        "the documents of each pack, which the host lists, decide which keys and padding a graph reads",
     )
     return problems
 

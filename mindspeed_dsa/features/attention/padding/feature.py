@@ -12,7 +12,7 @@ from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.dsa import megatron_flag, uses_dsa
-from mindspeed_dsa.megatron.graphs import ATTENTION, REST, refuse_graphs
+from mindspeed_dsa.megatron.graphs import ATTENTION, REST, ROUTER, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
         args,
         "a --seq-length that ranks do not divide",
         "masks of padding are copied from the host",
-        {ATTENTION, REST},
+        {ATTENTION, ROUTER, REST},
     )
     balancing = argument(args, "moe_router_load_balancing_type")
     for kind in ("sinkhorn", "quantile_balancing"):
