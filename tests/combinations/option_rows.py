@@ -64,10 +64,7 @@ OPTIONS: dict[str, str] = {
         "--no-align-param-gather --ddp-pad-buckets-for-high-nccl-busbw --overlap-grad-reduce "
         "--overlap-param-gather --no-check-for-nan-in-loss-and-grad"
     ),
-    "bf16": (
-        "--bf16 --grad-reduce-in-bf16 --fp32-residual-connection --fp16-lm-cross-entropy "
-        "--disable-bf16-reduced-precision-matmul --ddp-reduce-scatter-with-fp32-accumulation"
-    ),
+    "bf16": "--bf16 --grad-reduce-in-bf16 --disable-bf16-reduced-precision-matmul",
     "heads": (
         "--group-query-attention --num-query-groups 2 --attention-output-gate --qk-layernorm --add-qkv-bias "
         "--kv-channels 32 --rotary-percent 0.5 --rotary-base 5000 --rotary-seq-len-interpolation-factor 2 "
@@ -334,6 +331,7 @@ AREAS: dict[str, tuple[Row, ...]] = {
             "needs Mamba's kernels",
             "--is-hybrid-model | --hybrid-override-pattern M*M* | --hybrid-layer-pattern M*M*",
         ),
+        _row("--fp16-lm-cross-entropy", UNAFFECTED, "no model of Megatron's core reads it", "-"),
         _row(
             "--enable-mhc-connections --mhc-*",
             NOT_RUN,
@@ -397,6 +395,12 @@ AREAS: dict[str, tuple[Row, ...]] = {
     "Precision": (
         _of("bf16"),
         _row(
+            "--fp32-residual-connection",
+            NOT_RUN,
+            "needs Transformer Engine, whose norms return bf16; Megatron's local norms return fp32",
+            "--bf16 --fp32-residual-connection",
+        ),
+        _row(
             "--fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis "
             "--accumulate-allreduce-grads-in-fp32",
             UNAFFECTED,
@@ -415,6 +419,11 @@ AREAS: dict[str, tuple[Row, ...]] = {
         _of("buckets"),
         _row("--use-torch-fsdp2", SERVED, PAIRS),
         _row("--torch-fsdp2-no-reshard-after-forward", UNAFFECTED, "FSDP2 itself"),
+        _row(
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+            NOT_RUN,
+            "Megatron allows no `--ddp-average-in-collective` beside it",
+        ),
         _row(
             """--ddp-bucket-size --no-gradient-reduce-div-fusion --disable-align-grad-reduce
             --ddp-param-name-patterns-* --check-weight-hash-*
