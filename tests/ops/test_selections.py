@@ -67,6 +67,14 @@ def test_pools_that_a_row_sees_in_part_are_cut():
     assert found.tolist() == [[[4, 5, 6, 2, 3, -1, -1, -1], [8, 4, 5, 6, 7, -1, -1, -1]]]
 
 
+def test_a_tail_of_which_the_pool_is_selected_is_listed_once():
+    indices = torch.tensor([[[1, 0], [2, 1]]])
+    options = {"starts": torch.tensor([0, 0]), "ends": torch.tensor([7, 9])}
+    found = dsa.keys_of_pools(indices, 4, 10, with_tail=True, **options)
+    assert found[..., :7].tolist() == [[[0, 1, 2, 3, 4, 5, 6], [4, 5, 6, 7, 8, -1, -1]]]
+    assert (found[..., 7:] == -1).all()
+
+
 def test_rows_are_listed_in_parts(monkeypatch):
     indices = random_indices(2, 20, 30, 6)
     options = {"starts": packed_ranges(13, 7)[0], "ends": packed_ranges(13, 7)[1]}

@@ -81,7 +81,8 @@ def keys_of_pools(
         pool_indices: ``[batch, rows, topk]`` int32 or int64 numbers of pools, -1 at the tail.
         pool: number of keys of a pool, at least 1.
         keys: number of keys per sequence.
-        with_tail: whether rows also list the keys after the last pool that they see completely.
+        with_tail: whether rows also list the keys after the last pool that they see completely, once even
+            if their pool is selected.
         starts: first visible key of each row, a multiple of ``pool``; invisible keys are not listed.
         ends: one past the last visible key of each row; default: causal, with as many keys as rows.
         form: replacement for ``starts`` and ``ends``.
@@ -102,9 +103,10 @@ def keys_of_pools(
         place = torch.arange(pool, dtype=torch.int32, device=first.device)
         of_pools = (selected.to(torch.int32)[..., None] * pool + place).flatten(1)  # [n, topk * pool]
         chosen = (selected >= 0).repeat_interleave(pool, dim=1)
-        lists = [of_pools.masked_fill(~chosen | (of_pools < first) | (of_pools >= end), -1)]
+        after = torch.maximum(first, end - end % pool) if with_tail else end  # [n, 1]
+        lists = [of_pools.masked_fill(~chosen | (of_pools < first) | (of_pools >= after), -1)]
         if with_tail:
-            tail = torch.maximum(first, end - end % pool) + place[:-1]  # [n, pool - 1]
+            tail = after + place[:-1]  # [n, pool - 1]
             lists.append(tail.masked_fill(tail >= end, -1))
         return torch.cat(lists, dim=-1)
 
