@@ -180,6 +180,19 @@ def test_by_head(backend, dtype, monkeypatch):
     assert masked == (["forward", "backward"] if backend == "cpu" else [])
 
 
+@pytest.mark.parametrize("level", [60.0, 88.0, 89.0, 90.0, 110.0])
+def test_by_head_under_sinks_whose_exponential_overflows(level):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 8, 2, 4, generator=generator).mul_(1e-3) for _ in range(3)]
+    indices = torch.arange(8, dtype=torch.int32).expand(1, 8, 8).contiguous()
+    sink = torch.full((2,), level, requires_grad=True)
+    out, _ = sparse_attention_by_head(*tensors, indices, 1.0, sink=sink)
+    out.sum().backward()
+    # The share of keys is 8 exp(-level), for 8 rows of 4 values below 1.
+    bound = 8 * 4 * 8 * torch.tensor(-level, dtype=torch.float64).exp()
+    assert sink.grad.double().abs().max() < bound
+
+
 def test_by_head_falls_back_where_the_gradient_is_not_finite():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 40, 2, 8, generator=generator).requires_grad_() for _ in range(3))

@@ -169,8 +169,10 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor | None, ...]:
                     _multiply(grad, value_range.mT, grad_scores)
                     if grad_sink is not None and sink is not None and top is not None:
                         products = torch.mul(grad_scores, scores, out=scratch("products", *scores.shape))
-                        # The sink's probability, from the most probable key's; 1 where that is 0.
-                        of_sink = ((sink - top).exp_() * scores.amax(dim=-1)).nan_to_num_(nan=1)
+                        # The sink's probability, from the most probable key's; 1 where that is 0. The
+                        # logarithms are added first: exp(sink - top) alone can overflow.
+                        best = scores.amax(dim=-1)  # [g, part heads, rows]
+                        of_sink = (sink - top).add_(best.log()).exp_().masked_fill_(best == 0, 1)
                         # The sum of the products is dO . out: [g, part heads, rows]
                         grad_sink[of.start, part] -= (of_sink * products.sum(dim=-1)).sum(dim=(0, 2))
                     # In place: gradient of the scores, without softmax_scale. The scale is applied to the
