@@ -24,7 +24,7 @@ TODAY, DEALT = ("--pipeline-model-parallel-layout " + layout for layout in ("Et*
         pytest.param("", "", id="even"),
         pytest.param(
             TODAY,
-            f"{ZERO} --dist-ckpt-optim-fully-reshardable",
+            ZERO,
             id="layout, distributed optimizer",
             marks=pytest.mark.full,
         ),
