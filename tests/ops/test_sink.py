@@ -296,6 +296,22 @@ def test_gradients_are_deterministic():
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_keys_pass_no_gradient_on(backend):
+    query, key_value = attention_inputs(1, 4, 12, 2, 8, torch.float32)
+    indices, sink = random_indices(1, 4, 12, 5, empty_rows=(1,)), sinks(2)
+    gradients = []
+    for value in (1.0, torch.nan):
+        out = sparse_flash_attention(
+            query, key_value, indices, 0.5, value_dim=8, sink=sink, backend=backend
+        ).out
+        grad_out = torch.ones_like(out)
+        grad_out[:, 1] = value
+        gradients.append(torch.autograd.grad(out, sink, grad_out)[0])
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
+
+
 def test_a_sink_that_does_not_fit_is_refused():
     query, key_value = attention_inputs(1, 4, 10, 2, 8, torch.float32)
     indices = random_indices(1, 4, 10, 3)

@@ -110,7 +110,9 @@ def sink_gradient(sink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> T
     for b in range(batch):
         for first in range(0, query_length, rows):
             place = (b, slice(first, first + rows))
-            delta = (grad_out[place].to(sink.dtype) * out[place]).sum(dim=-1)  # [rows, heads]
+            product = grad_out[place].to(sink.dtype) * out[place]
+            # A row without keys has an output of 0, and no gradient even if grad_out is NaN there.
+            delta = product.masked_fill_(out[place] == 0, 0).sum(dim=-1)  # [rows, heads]
             # -inf - -inf would be NaN.
             probability = (sink - lse[place]).exp().masked_fill_(lse[place] == -torch.inf, 0)
             gradient -= (probability * delta).sum(dim=0)
