@@ -49,7 +49,7 @@ def captured(args: Any) -> Set[str]:
         args: job's arguments or a configuration, of any release and before or after Megatron's validation.
             0.12.1 to 0.14: ``--enable-cuda-graph`` or ``--external-cuda-graph``, with ``--cuda-graph-scope``.
             From 0.15: ``--cuda-graph-impl`` with ``--cuda-graph-scope``; from 0.18: ``--cuda-graph-modules``.
-            From 0.17: ``--optimizer-cuda-graph``.
+            From 0.17: ``--optimizer-cuda-graph``. From 0.18: ``--inference-cuda-graph-scope``.
 
     Returns:
         Subset of :data:`STEP` and :data:`OPTIMIZER`; empty without graphs in training.
@@ -68,6 +68,10 @@ def _of_step(args: Any) -> Set[str]:
         return STEP
     # Up to 0.15, whose scope is one word, local graphs are of whole layers whatever the scope.
     by_word = isinstance(argument(args, "cuda_graph_scope"), str)
+    # From 0.18 local graphs of this scope are of inference alone, unless modules are named.
+    scope = argument(args, "inference_cuda_graph_scope")
+    if not names and implementation == "local" and getattr(scope, "name", scope) == "block":
+        return frozenset()
     if not names or (implementation == "local" and by_word):
         return LAYER
     by_name = _LOCAL if implementation == "local" else _TRANSFORMER_ENGINE

@@ -180,12 +180,19 @@ class Engine:
 
 
 def transformer_engine() -> Engine | None:
-    """Return Transformer Engine's functions, or ``None`` if it is not installed."""
+    """Return Transformer Engine's functions, or ``None`` if it is not installed.
+
+    Raises:
+        ImportError: the installed release has other names.
+    """
     try:
-        from transformer_engine.pytorch.distributed import activation_recompute_forward
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+        import transformer_engine.pytorch  # noqa: F401
     except ImportError:
         return None
+    # Not in the `try`: without these functions a product would be repeated with other scales, unnoticed.
+    from transformer_engine.pytorch.distributed import activation_recompute_forward
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
     state = FP8GlobalStateManager
     return Engine(state.is_fp8_enabled, state.get_fp8_recipe, fp8_autocast, activation_recompute_forward)
 

@@ -55,6 +55,9 @@ LINES: list[tuple[str, str, Set[str]]] = [
     ("0.19.0", "--cuda-graph-scope full_iteration", STEP),
     ("0.19.0", "--cuda-graph-modules full_iteration", STEP),
     ("0.19.0", "--cuda-graph-modules full_iteration_inference", set()),
+    ("0.19.0", f"{LOCAL} --inference-cuda-graph-scope block", set()),
+    ("0.19.0", f"{LOCAL} --inference-cuda-graph-scope layer", LAYER),
+    ("0.19.0", f"{LOCAL} --inference-cuda-graph-scope block --cuda-graph-modules mlp", {ATTENTION, MLP}),
     ("0.19.0", "--optimizer-cuda-graph", {OPTIMIZER}),
     ("0.19.0", f"{LOCAL} --optimizer-cuda-graph", LAYER | {OPTIMIZER}),
 ]
@@ -67,7 +70,7 @@ def test_command_lines_of_every_release(release, line, parts):
     assert captured(args) == parts
     problems = list(refuse_graphs(args, "--flag", "reason"))
     assert bool(problems) == bool(parts - {OPTIMIZER})
-    graphs = line.removesuffix(" --optimizer-cuda-graph").split(" --cuda-graph-")[0]
+    graphs = line.split(" --")[0]
     for problem in problems:
         assert problem.startswith(f"--flag cannot be used with {graphs}")
         assert problem.endswith(": reason; omit one of them")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,11 @@ def test_a_second_call_is_a_recomputation(engine: list[Any]) -> None:
 def test_without_transformer_engine_a_function_stays_as_it_is() -> None:
     assert module.transformer_engine() is None
     assert run_again(test_properties_of_a_job) is test_properties_of_a_job
+
+
+def test_transformer_engine_with_other_names_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function computed again without its scales would give other numbers."""
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(ImportError, match=r"transformer_engine\.pytorch"):
+        module.transformer_engine()
