@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton.launch import rehearsal
 from tests.ops import oracle
@@ -199,6 +200,37 @@ def test_gradients(heads, dtype, deterministic, hopper_kernels):
             assert (results[1][1, 0] == 0).all()
             expected_sum = probabilities.detach().sum(2).gather(-1, named.clamp_min(0).long())
             assert oracle.relative_error(results[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [16, 33])
+def test_not_a_number_reaches_the_results_that_depend_on_it(
+    heads, hopper_kernels, operands_that_are_no_numbers
+):
+    """A NaN score makes NaN of the same numbers as in the reference, and of no others."""
+    torch.use_deterministic_algorithms(False)
+    query, key_value = (x.detach() for x in attention_inputs(1, 4, 90, heads, 576, torch.bfloat16))
+    indices = random_indices(1, 4, 45, 40)
+    # The last two rows select other keys than the first two, and only the last one selects key 60.
+    indices[:, 2:] = torch.where(indices[:, 2:] < 0, -1, indices[:, 2:] + 45)
+    indices[0, 2] = torch.where(indices[0, 2] == 60, -1, indices[0, 2])
+    indices[0, 3, 0] = 60
+    query[0, 1, 5, 7] = torch.nan
+    key_value[0, 60, 3] = torch.nan
+    query, key_value, indices = (x.to(DEVICE) for x in (query, key_value, indices))
+    inputs = [x.clone().requires_grad_() for x in (query, key_value)]
+    expected = sparse_flash_attention(
+        *inputs, indices, 0.07, value_dim=512, return_attention_sum=True, backend="reference"
+    )
+    grad = torch.ones_like(expected.out)
+    call = AttentionCall(query, key_value, indices, 0.07, 512)
+    out, lse, _ = attention.forward(call, False)
+    found = out, *attention.backward(call, grad, out, lse, True)
+    grads = torch.autograd.grad(expected.out, inputs, grad)
+    # The reference has NaN in such a row also for entries that are no keys.
+    summed = expected.attention_sum.masked_fill(indices < 0, 0)
+    for value, other in zip(found, (expected.out, *grads, summed), strict=True):
+        assert torch.equal(value.isnan(), other.isnan())
+        assert 0 < value.isnan().sum() < value.numel()
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])

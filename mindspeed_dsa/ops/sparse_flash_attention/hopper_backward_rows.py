@@ -14,6 +14,7 @@ in a loop.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -135,8 +136,9 @@ def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, 
             inner = warpgroup_mma(grad_value.index(only), value, none, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             # Clamped to 1 also for entries that are no keys: an infinite gradient times their zeros would be
-            # NaN.
-            weight = power_of_two(gl.minimum(scores * scale_log2 - norm[:, None], 0.0))
+            # NaN. A NaN score stays NaN, which `gl.minimum` alone would replace by the other operand.
+            exponent = scores * scale_log2 - norm[:, None]
+            weight = power_of_two(gl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
             if WITH_SUM:
                 columns: gl.constexpr = gl.SliceLayout(0, FEW_SCORES)
                 begin = tile * BLOCK + few * FEW
