@@ -256,7 +256,9 @@ def _train(argv: Sequence[str], on_end: Callable[[Any, Any], None]) -> list[Any]
         from dsa_job.arguments import parse_args
         from dsa_job.tokenizers import build_tokenizer
         from dsa_job.validation import World, check, padded_vocab_size
+        from megatron.core.transformer.moe import moe_utils
 
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()  # as long as the model of the job before
         args = parse_args(argv)
         check(args, World.from_environment())
         app.enable_features(args)

@@ -120,7 +120,7 @@ def matmul_call(size: int, dtype: torch.dtype, device: str) -> tuple[Call, float
     return lambda: torch.matmul(a, b), 2.0 * size**3
 
 
-def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: int = 2048) -> Metrics:
+def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: int) -> Metrics:
     """Time matmuls and operators on the CPU in interleaved rounds; return medians over rounds.
 
     Returns:

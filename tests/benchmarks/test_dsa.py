@@ -20,6 +20,7 @@ TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_every_metric_of_a_quick_run(tmp_path, capsys):
     pytest.importorskip("megatron.core")
     file = tmp_path / "result.json"
