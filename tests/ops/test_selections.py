@@ -208,6 +208,16 @@ def test_the_blocks_of_minimax_m3():
         (lambda x: dsa.with_window(x, 1, 10), "is ambiguous; pass ends"),
         (lambda x: dsa.keys_of_pools(x, 0, 9), "pool must be at least 1, got 0"),
         (
+            lambda x: dsa.keys_of_pools(
+                x, 4, 9, with_tail=True, starts=torch.full((9,), 2), ends=torch.full((9,), 5)
+            ),
+            "keys_of_pools: with a tail, starts must be multiples of pool = 4",
+        ),
+        (
+            lambda x: dsa.keys_of_pools(x, 4, 9, with_tail=True, form=dsa.RowForm((6, 3))),
+            "pad packed sequences to whole pools",
+        ),
+        (
             lambda x: dsa.lightning_indexer(*indexer_inputs(1, 9), 2, pool=0),
             "lightning_indexer: pool must be at least 1, got 0",
         ),

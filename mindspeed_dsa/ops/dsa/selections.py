@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.checks import check_shape, require
+from mindspeed_dsa.ops.checks import check_shape, enabled, require
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
 
 # Entries of the list that are put in order at a time; they take several int64 each.
@@ -83,7 +83,9 @@ def keys_of_pools(
         keys: number of keys per sequence.
         with_tail: whether rows also list the keys after the last pool that they see completely, once even
             if their pool is selected.
-        starts: first visible key of each row, a multiple of ``pool``; invisible keys are not listed.
+        starts: first visible key of each row; invisible keys are not listed. With a tail they are multiples
+            of ``pool``, or an error: on accelerators only with debug checks on
+            (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         ends: one past the last visible key of each row; default: causal, with as many keys as rows.
         form: replacement for ``starts`` and ``ends``.
         cu_seqlens: replacement for ``starts``, ``ends`` and ``form``.
@@ -98,6 +100,12 @@ def keys_of_pools(
     operator = "keys_of_pools"
     require(pool >= 1, operator, f"pool must be at least 1, got {pool}")
     ranges = _ranges(operator, pool_indices, keys, starts, ends, form, cu_seqlens)
+    require(
+        not with_tail or _start_with_pools(ranges, pool),
+        operator,
+        f"with a tail, starts must be multiples of pool = {pool}: keys before a row's first whole pool would "
+        "be in no list; pad packed sequences to whole pools",
+    )
 
     def listed(selected: Tensor, first: Tensor, end: Tensor) -> Tensor:
         place = torch.arange(pool, dtype=torch.int32, device=first.device)
@@ -112,6 +120,19 @@ def keys_of_pools(
 
     width = pool_indices.shape[2] * pool + (pool - 1 if with_tail else 0)
     return _keys_first(pool_indices, ranges, width, listed)
+
+
+def _start_with_pools(ranges: Ranges, pool: int) -> bool:
+    """Return whether every row's keys start with a pool; True if only an accelerator knows."""
+    if ranges.form is not None and ranges.form.sequences is not None:
+        start, rows = 0, ranges.starts.shape[1]
+        for length in ranges.form.sequences:
+            if start % pool:
+                return False
+            start = (start + length) % rows
+        return True
+    read = enabled() or ranges.starts.device.type == "cpu"
+    return not read or not bool((ranges.starts % pool).any())
 
 
 def _ranges(
