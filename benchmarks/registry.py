@@ -192,10 +192,11 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "transformers",
-            "Hugging Face's DeepSeek-V3.2: time and memory with eager and sdpa attention, and on operators",
+            "Hugging Face's models: time and memory with eager and sdpa attention, and on operators",
             "benchmarks.transformers_models",
             on_device=False,
             has_quick=True,
+            options={"only": "model types with commas between"},
         ),
         Case(
             "small-operators",

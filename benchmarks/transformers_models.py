@@ -1,8 +1,9 @@
-"""DeepSeek-V3.2 of transformers with its own attention and with this library's: time and memory of passes.
+"""Models of transformers with their own attention and with this library's: time and memory of passes.
 
-One attention layer has the released widths of heads, latent and indexer, but fewer heads. With all 64 index
-heads, the scores of 4096 tokens would take 4 GiB in transformers, and of 16384 tokens 64 GiB. Each figure
-comes from its own process with a memory limit; a process that exceeds the limit reports that instead.
+One attention layer, or two if a family has two kinds, has the released widths of heads, latent and indexer,
+but fewer heads. With all 64 index heads, the scores of 4096 tokens would take 4 GiB in transformers, and of
+16384 tokens 64 GiB. Each figure comes from its own process with a memory limit; a process that exceeds the
+limit reports that instead.
 """
 
 from __future__ import annotations
@@ -26,21 +27,53 @@ _OUT_OF_MEMORY = ("not enough memory", "Cannot allocate memory", "MemoryError")
 _MIB = 2**20
 
 
-def run(device: str, quick: bool = False) -> Metrics:
-    """Return all metrics of the case."""
-    lengths = (64, 128) if quick else LENGTHS
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32Model", {}),
+    "axk2": (
+        "AXK2Config",
+        "AXK2Model",
+        {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+    ),
+    "hy_v4": ("HYV4Config", "HYV4Model", {"qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "mistral_large4": (
+        "MistralLarge4TextConfig",
+        "MistralLarge4TextModel",
+        {"qk_nope_head_dim": 64, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    ),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteTextModel",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+        },
+    ),
+}
+"""Names of configuration and model, and widths that differ from DeepSeek-V3.2's, by family."""
+NO_SDPA = ("hy_v4",)
+"""Families that transformers runs only as ``eager``."""
+
+
+def run(device: str, quick: bool = False, only: str = ",".join(FAMILIES)) -> Metrics:
+    """Return the metrics of all passes, by family."""
     metrics: dict[str, Any] = {"limit_gib": LIMIT_GIB, "layer": sizes(quick)}
-    for length in lengths:
-        for what in PASSES:
-            ways = WAYS if what != PASSES[2] else WAYS[2:]
-            figures = {way: measured(way, what, length, quick) for way in ways}
-            metrics.setdefault(what, {})[str(length)] = figures
-            print(length, what, figures, file=sys.stderr)
+    for family in only.split(","):
+        if family not in FAMILIES:
+            raise SystemExit(f"transformers: --only {family!r} is no family; choose of {', '.join(FAMILIES)}")
+        for length in (64, 128) if quick else LENGTHS:
+            for what in PASSES:
+                ways = [x for x in WAYS if x == WAYS[2] or what != PASSES[2]]
+                ways = [x for x in ways if x != "sdpa" or family not in NO_SDPA]
+                figures = {way: measured(way, what, length, quick, family) for way in ways}
+                metrics.setdefault(family, {}).setdefault(what, {})[str(length)] = figures
+                print(family, length, what, figures, file=sys.stderr)
     return metrics
 
 
 def sizes(quick: bool) -> dict[str, int]:
-    """Return the layer's configuration."""
+    """Return the configuration of DeepSeek-V3.2's layer."""
     return {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
@@ -56,12 +89,12 @@ def sizes(quick: bool) -> dict[str, int]:
     }
 
 
-def measured(way: str, what: str, length: int, quick: bool) -> Metrics | str:
+def measured(way: str, what: str, length: int, quick: bool, family: str = "deepseek_v32") -> Metrics | str:
     """Measure in a separate process; return seconds and MiB above the prior level, or that memory ran out."""
     root = Path(__file__).parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps([way, what, length, quick])],
+        [sys.executable, "-m", __name__, json.dumps([way, what, length, quick, family])],
         cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -73,10 +106,12 @@ def measured(way: str, what: str, length: int, quick: bool) -> Metrics | str:
         return found
     if any(words in done.stderr for words in _OUT_OF_MEMORY):
         return f"more than {LIMIT_GIB} GiB"
-    raise SystemExit(f"transformers: {way}, {what} of {length} tokens failed:\n{done.stderr[-2000:]}")
+    raise SystemExit(
+        f"transformers: {family}, {way}, {what} of {length} tokens failed:\n{done.stderr[-2000:]}"
+    )
 
 
-def child(way: str, what: str, length: int, quick: bool) -> Metrics:
+def child(way: str, what: str, length: int, quick: bool, family: str) -> Metrics:
     """Build the model and measure the second pass; the first one is the warmup."""
     import torch
     import transformers
@@ -85,17 +120,21 @@ def child(way: str, what: str, length: int, quick: bool) -> Metrics:
 
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_GIB * 2**30,) * 2)
     torch.manual_seed(0)
-    config = transformers.DeepseekV32Config(
+    of_config, of_model, widths = FAMILIES[family]
+    values: dict[str, Any] = {
         **sizes(quick),
-        vocab_size=512,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=1,
-        first_k_dense_replace=1,
-        max_position_embeddings=length,
-        attn_implementation="eager" if way == WAYS[2] else way,
-    )
-    model = transformers.DeepseekV32Model(config)
+        "vocab_size": 512,
+        "pad_token_id": None,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 2,
+        "mlp_layer_types": ["dense"] * widths.get("num_hidden_layers", 1),
+        "max_position_embeddings": length,
+        "attn_implementation": "eager" if way == WAYS[2] else way,
+    }
+    config = getattr(transformers, of_config)(**values | widths)
+    model = getattr(transformers, of_model)(config)
     in_use = None
     if way == WAYS[2]:
         in_use = apply_dsa(model, loss_coeff=1.0 if what == PASSES[2] else 0.0)

@@ -1,13 +1,14 @@
 """Integration into Hugging Face transformers: runs attention and indexer of DSA models with our operators.
 
-:func:`apply_dsa` converts models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers'
-registry of attention functions. See docs/hosts/transformers.md.
+:func:`apply_dsa` converts models of the families in :mod:`.families`, through transformers' registry of
+attention functions. See docs/hosts/transformers.md.
 """
 
 from __future__ import annotations
 
 from inspect import signature
 from math import inf
+from sys import maxsize
 from types import MethodType
 from typing import Any, get_args
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mindspeed_dsa.integrations.transformers.checks import Family, check, check_indexer, family_of
+from mindspeed_dsa.integrations.transformers.checks import check, check_indexer, family_of
 from mindspeed_dsa.integrations.transformers.experts import DEFAULT, run_experts, wants_experts_here
+from mindspeed_dsa.integrations.transformers.families import Family
 from mindspeed_dsa.integrations.transformers.layers import (
     ATTRIBUTE,
     NAME,
@@ -59,8 +61,8 @@ def apply_dsa(
     kernel, use our grouped matmul.
 
     Args:
-        model: transformers model of type ``deepseek_v32`` or ``glm_moe_dsa``, or a module that contains one,
-            as PEFT's wrappers do. Call it before or after FSDP2's ``fully_shard``.
+        model: transformers model of a type in :data:`.FAMILIES`, or a module that contains one, as PEFT's
+            wrappers do. Call it before or after FSDP2's ``fully_shard``.
         stage: stage of training. In ``"warmup"`` tokens attend to all visible keys, in ``"sparse"`` to the
             selected ones. It also applies to evaluation.
         loss_coeff: factor of the indexer loss, which is a sum over layers of the mean over tokens. With 0 no
@@ -93,14 +95,14 @@ def apply_dsa(
             f"apply_dsa(model, indexer_loss_layers={indexer_loss_layers!r}): choose own, served or served-sum"
         )
     theirs, family = family_of(model)
-    kind = family.named(f"{family.prefix}Attention")
+    kind = family.named(family.attention)
     attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
+    groups = groups_of([attention for attention in attentions.values() if family.selects(attention)])
     check_indexer(theirs, family)
-    check(theirs, attentions, backend, loss_coeff > 0, indexer_loss_layers)
-    layers = list(attentions.values())
-    weights = weights_of(layers, indexer_loss_layers)
-    losses = Losses(theirs, stage, float(loss_coeff), backend, weights)
-    return InUse(theirs, family, layers, losses, indexer_loss_layers != "own")
+    check(theirs, attentions, groups, backend, loss_coeff > 0, indexer_loss_layers)
+    losses = Losses(theirs, stage, float(loss_coeff), backend, weights_of(groups, indexer_loss_layers))
+    served = {group[0] for group in groups if len(group) > 1 and indexer_loss_layers != "own"}
+    return InUse(theirs, family, list(attentions.values()), losses, served)
 
 
 use = apply_dsa
@@ -111,21 +113,25 @@ class InUse:
     """Handle of a model that uses our operators: stage and losses, and :meth:`undo`."""
 
     def __init__(
-        self, model: Any, family: Family, attentions: list[Any], losses: Losses, all_served: bool
+        self, model: Any, family: Family, attentions: list[Any], losses: Losses, served: set[int]
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.moe import ExpertsInterface
 
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, ranges_mask)
-        self._model, self._losses, self._before = model, losses, model.config._attn_implementation
+        decoder = family.named(family.decoder)
+        (self._decoder,) = (module for module in model.modules() if isinstance(module, decoder))
+        decoder = self._decoder
+        self._losses, self._before = losses, decoder.config._attn_implementation
         self._attentions, self._parameters = attentions, list(signature(type(model).forward).parameters)[1:]
-        rotate, indexer = family.named(family.rotate), family.named(f"{family.prefix}Indexer")
-        served = {group[0] for group in groups_of(attentions) if all_served and len(group) > 1}
+        indexer = family.named(family.indexer)
         self._hooks: list[Any] = []
         for attention in attentions:
-            is_served = attention.layer_idx in served
-            layer = Layer(losses, model.config.index_topk, rotate, is_served)
+            selects, topk = family.selects(attention), decoder.config.index_topk
+            if not selects:
+                topk = getattr(attention, family.window) or maxsize
+            layer = Layer(losses, family, selects, topk, attention.layer_idx in served)
             setattr(attention, ATTRIBUTE, layer)
             # Bound methods in the instance's dictionary take precedence over the class's methods.
             attention.expand_kv = MethodType(expand_kv, attention)
@@ -136,25 +142,25 @@ class InUse:
                 if isinstance(module, indexer):
                     setattr(module, ATTRIBUTE, layer)
                     setattr(module, _slot(module), MethodType(select_keys, module))
-        base = family.named(f"{family.prefix}Model")
-        (decoder,) = [module for module in model.modules() if isinstance(module, base)]
         self._layers = [decoder.get_submodule(f"layers.{x.layer_idx}") for x in attentions]
         for module, attention in zip(self._layers, attentions, strict=True):
             setattr(module, ATTRIBUTE, getattr(attention, ATTRIBUTE))
             self._hooks.append(module.register_forward_pre_hook(enter_layer, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(leave_layer, prepend=True))
-        heads = [module for module in model.children() if module is not decoder]
-        for module in [*(x.post_attention_layernorm for x in self._layers), decoder.norm, *heads]:
+        heads = [module for module in model.children() if decoder not in module.modules()]
+        inside = [layer.get_submodule(name) for layer in self._layers for name in family.after_attention]
+        after = [decoder.get_submodule(name) for name in family.after_layers]
+        for module in [*inside, *after, *heads]:
             self._hooks.append(module.register_forward_pre_hook(detach_input))
         self._hooks.append(decoder.register_forward_pre_hook(self._begin))
         self._hooks.append(decoder.register_forward_hook(self._end, prepend=True))
         if decoder is not model:
             self._hooks.append(model.register_forward_hook(self._add_loss, with_kwargs=True, prepend=True))
-        model.set_attn_implementation(NAME)
-        self._has_experts = wants_experts_here(model)
+        decoder.set_attn_implementation(NAME)
+        self._has_experts = wants_experts_here(decoder)
         if self._has_experts:
             ExpertsInterface.register(NAME, run_experts)
-            model.set_experts_implementation(NAME)
+            decoder.set_experts_implementation(NAME)
 
     @property
     def stage(self) -> Stage:
@@ -203,10 +209,10 @@ class InUse:
             delattr(attention, ATTRIBUTE)
         for layer in self._layers:
             delattr(layer, ATTRIBUTE)
-        if self._attentions and self._model.config._attn_implementation == NAME:
-            self._model.set_attn_implementation(self._before)
-        if self._has_experts and self._model.config._experts_implementation == NAME:
-            self._model.set_experts_implementation(DEFAULT)
+        if self._attentions and self._decoder.config._attn_implementation == NAME:
+            self._decoder.set_attn_implementation(self._before)
+        if self._has_experts and self._decoder.config._experts_implementation == NAME:
+            self._decoder.set_experts_implementation(DEFAULT)
         self._has_experts = False
         self._hooks, self._attentions, self._layers, self._losses.found = [], [], [], {}
 

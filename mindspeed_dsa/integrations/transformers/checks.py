@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,7 +10,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, NAME, LossLayers, groups_of
+from mindspeed_dsa.integrations.transformers.families import FAMILIES, MISSING, Family
+from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, NAME, LossLayers
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, check_name, choose
 from mindspeed_dsa.ops.lightning_indexer import OPERATOR
 
@@ -21,38 +20,6 @@ RELEASES = SpecifierSet(">=5.20,<6")
 _WHO = "mindspeed_dsa.integrations.transformers.apply_dsa(model)"
 _LOADED_WITH = ("eager", "sdpa")
 _DEVICES = ("cpu", "cuda", "npu")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Models of one ``model_type``.
-
-    Attributes:
-        module: transformers module that defines the classes.
-        prefix: prefix of the class names.
-        rotate: name of the module's function that applies the indexer's rotary embedding.
-    """
-
-    module: str
-    prefix: str
-    rotate: str
-
-    def named(self, name: str) -> Any:
-        """Return the class or function ``name`` of the family's transformers module."""
-        return getattr(import_module(self.module), name)
-
-
-FAMILIES = {
-    "deepseek_v32": Family(
-        "transformers.models.deepseek_v32.modeling_deepseek_v32", "DeepseekV32", "apply_rotary_pos_emb"
-    ),
-    "glm_moe_dsa": Family(
-        "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
-        "GlmMoeDsa",
-        "apply_rotary_pos_emb_interleave",
-    ),
-}
-"""Supported families by ``model_type``."""
 
 
 def family_of(model: nn.Module) -> tuple[Any, Family]:
@@ -66,7 +33,7 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
     from transformers import PreTrainedModel
 
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    served = " and ".join(FAMILIES)
+    served = ", ".join(FAMILIES)
     if not models:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has no model of transformers in it; give it one of {served}"
@@ -81,9 +48,11 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
         )
     kind = models[0].config.model_type
     if kind not in FAMILIES:
+        lack = f"for which these operators lack {MISSING[kind]}" if kind in MISSING else ""
         raise ValueError(
-            f"{_WHO}: {type(models[0]).__name__} is of type {kind!r}, whose attention these operators do not "
-            f"know; they serve {served}. The operators themselves take tensors: docs/hosts/operators.md"
+            f"{_WHO}: {type(models[0]).__name__} is of type {kind!r}, "
+            f"{lack or 'whose attention these operators do not know'}; they serve {served}. "
+            "The operators themselves take tensors: docs/hosts/operators.md"
         )
     return models[0], FAMILIES[kind]
 
@@ -97,14 +66,15 @@ def _check_release() -> None:
         ) from None
     if not RELEASES.contains(release, prereleases=True):
         raise ImportError(
-            f"{_WHO}: transformers {release} is not one of {RELEASES}, whose deepseek_v32 and glm_moe_dsa "
-            f"this serves; pip install 'transformers{RELEASES}'"
+            f"{_WHO}: transformers {release} is not one of {RELEASES}, for whose "
+            f"models this is written; pip install 'transformers{RELEASES}'"
         )
 
 
 def check(
     model: Any,
     attentions: dict[str, Any],
+    groups: list[list[int]],
     backend: str,
     with_loss: bool,
     loss_layers: LossLayers = "own",
@@ -114,6 +84,7 @@ def check(
     Args:
         model: transformers model.
         attentions: dict from name to attention layer.
+        groups: numbers of the layers that use each indexer's selection.
         backend: requested backend.
         with_loss: whether the indexer loss is requested.
         loss_layers: layers whose attention an indexer learns from.
@@ -123,9 +94,9 @@ def check(
         BackendUnavailable: the requested backend cannot run on the model's device.
     """
     check_name(OPERATOR, backend)
-    problems = list(_problems(model, attentions, with_loss))
+    problems = list(_problems(model, attentions, groups, with_loss))
     if loss_layers != "own":
-        problems += _problems_of_serving(attentions, with_loss, loss_layers)
+        problems += _problems_of_serving(groups, with_loss, loss_layers)
     if problems:
         raise ValueError("\n".join(f"{_WHO}: {problem}" for problem in problems))
     for attention in attentions.values():
@@ -139,7 +110,7 @@ def check(
                     f"of {', '.join(_DEVICES)}, or take the slow and exact backend='reference'"
                 )
             if backend != "auto":
-                config = model.config
+                config = model.config.get_text_config()
                 sizes = (
                     ("heads", config.index_n_heads),
                     ("head_dim", config.index_head_dim),
@@ -149,10 +120,11 @@ def check(
             return
 
 
-def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterator[str]:
+def _problems(
+    model: Any, attentions: dict[str, Any], groups: list[list[int]], with_loss: bool
+) -> Iterator[str]:
     """Yield every reason why the model is not supported in its current state."""
-    config = model.config
-    implementation = config._attn_implementation
+    implementation = model.config.get_text_config()._attn_implementation
     if any(hasattr(attention, ATTRIBUTE) for attention in attentions.values()):
         yield "the operators are in use already; call undo() of what the first apply_dsa() returned"
         return
@@ -167,7 +139,7 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
             f"the model was loaded with attention {implementation!r}, which was asked for; load it with "
             f"attn_implementation='sdpa' or 'eager', which {NAME!r} then takes the place of"
         )
-    if not attentions:
+    if not groups:
         yield f"{type(model).__name__} has no attention layer with an indexer that this release is known for"
     for name, attention in attentions.items():
         if attention.attention_dropout:
@@ -196,12 +168,10 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
         )
 
 
-def _problems_of_serving(
-    attentions: dict[str, Any], with_loss: bool, loss_layers: LossLayers
-) -> Iterator[str]:
+def _problems_of_serving(groups: list[list[int]], with_loss: bool, loss_layers: LossLayers) -> Iterator[str]:
     """Yield the reasons why indexers cannot learn from all layers that they serve."""
     option = f"indexer_loss_layers={loss_layers!r}"
-    if all(len(group) == 1 for group in groups_of(list(attentions.values()))):
+    if all(len(group) == 1 for group in groups):
         yield (
             f"{option} trains indexers for layers that share their selections, and in this model no layer "
             "does (indexer_types of its configuration); take indexer_loss_layers='own'"
@@ -222,19 +192,23 @@ def check_indexer(model: Any, family: Family) -> None:
     Raises:
         ImportError: the indexer returns anything but indices, so that our replacement would not fit.
     """
-    config, rows = model.config, (1, 2)
-    kind = family.named(f"{family.prefix}Indexer")
+    rows, kind = (1, 2), family.named(family.indexer)
+    indexers = [module for module in model.modules() if isinstance(module, kind)]
+    if not indexers:
+        return
+    config = indexers[0].config
     # Tensors on the meta device have shapes and dtypes but no memory.
     problem = ""
     with torch.device("meta"), torch.no_grad():
+        inputs = {
+            "hidden_states": torch.empty(*rows, config.hidden_size),
+            "q_resid": torch.empty(*rows, getattr(config, "q_lora_rank", None) or 1),
+            "position_embeddings": (torch.empty(*rows, config.qk_rope_head_dim),) * 2,
+            "attention_mask": torch.ones(*rows, rows[1], dtype=torch.bool),
+            "position_ids": torch.ones(rows, dtype=torch.long),
+        }
         try:
-            indices = kind(config, 0)(
-                torch.empty(*rows, config.hidden_size),
-                torch.empty(*rows, config.q_lora_rank),
-                (torch.empty(*rows, config.qk_rope_head_dim),) * 2,
-                torch.ones(*rows, rows[1], dtype=torch.bool),
-                torch.ones(rows, dtype=torch.long),
-            )
+            indices = kind(config, indexers[0].layer_idx)(*(inputs[name] for name in family.arguments))
         except Exception as error:
             problem = f"cannot be called as in these releases ({type(error).__name__}: {error})"
         else:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from mindspeed_dsa.integrations.transformers.families import Family
 from mindspeed_dsa.integrations.transformers.masks import rows_of
 from mindspeed_dsa.ops.dsa import (
     IndexerOperands,
@@ -38,7 +39,11 @@ LossLayers = Literal["own", "served", "served-sum"]
 
 
 def groups_of(attentions: list[Any]) -> list[list[int]]:
-    """Return the numbers of the layers that use each indexer's selection, the indexer's own layer first."""
+    """Return the numbers of the layers that use each indexer's selection, the indexer's own layer first.
+
+    Args:
+        attentions: attention layers that attend to selected keys, in order.
+    """
     groups: list[list[int]] = []
     for attention in attentions:
         if attention.indexer is not None or not groups:
@@ -47,10 +52,10 @@ def groups_of(attentions: list[Any]) -> list[list[int]]:
     return groups
 
 
-def weights_of(attentions: list[Any], loss_layers: LossLayers) -> dict[int, float]:
+def weights_of(groups: list[list[int]], loss_layers: LossLayers) -> dict[int, float]:
     """Return the weight of each layer's loss in the model's loss, by layer number."""
     mean = loss_layers == "served"
-    return {number: 1 / len(group) if mean else 1.0 for group in groups_of(attentions) for number in group}
+    return {number: 1 / len(group) if mean else 1.0 for group in groups for number in group}
 
 
 class Shared:
@@ -109,8 +114,9 @@ class Layer(threading.local):
 
     Attributes:
         losses: object that collects the losses of all layers of the model.
-        topk: number of selected keys per token.
-        rotate: transformers' rotary embedding of the indexer's query and key.
+        family: row of the table of families.
+        selects: whether tokens attend to selected keys, else to all visible ones.
+        topk: largest number of keys that a token attends to, selected or in a window.
         is_served: whether other layers reuse the indexer's selection and train it.
         operands: indexer's operands; stored by the indexer, used by the attention of the same call.
         scores: scores of the selected keys; stored by the indexer, used by the attention of the same call.
@@ -123,8 +129,9 @@ class Layer(threading.local):
     """
 
     losses: Losses
+    family: Family
+    selects: bool
     topk: int
-    rotate: Any
     is_served: bool
     operands: IndexerOperands | None = None
     scores: Tensor | None = None
@@ -139,7 +146,8 @@ class Layer(threading.local):
         # copy.
         if id(self.losses.model) not in memo:
             return self
-        return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate, self.is_served)
+        losses = copy.deepcopy(self.losses, memo)
+        return Layer(losses, self.family, self.selects, self.topk, self.is_served)
 
     def trains(self, indexer: nn.Module) -> bool:
         """Return whether this call computes an indexer loss. The answer is the same under recomputation."""
@@ -154,8 +162,8 @@ class Layer(threading.local):
         return wanted and torch.is_grad_enabled()
 
     def is_dense(self, keys: int) -> bool:
-        """Return whether tokens attend to all visible keys."""
-        return is_dense(self.losses.stage) or keys <= self.topk
+        """Return whether tokens attend to all of ``keys`` keys that precede them."""
+        return (self.selects and is_dense(self.losses.stage)) or keys <= self.topk
 
 
 def count_rows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,43 +182,35 @@ def count_rows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     getattr(attention, ATTRIBUTE).rows = hidden.shape[1]
 
 
-def select_keys(
-    self: Any,
-    hidden_states: Tensor,
-    q_resid: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor | Shared:
+def select_keys(self: Any, *args: Any, **kwargs: Any) -> Tensor | Shared:
     """Select keys. Replaces ``forward`` of transformers' indexers.
 
     Args:
         self: indexer.
-        hidden_states: ``[batch, rows, hidden_size]``.
-        q_resid: ``[batch, rows, q_lora_rank]``.
-        position_embeddings: cosines and sines.
-        attention_mask: layer's mask, ``[batch, rows, width]``, see :func:`rows_of`.
-        *args: position ids, which transformers does not use either.
-        **kwargs: further arguments, among them the cache.
+        *args: arguments named by :attr:`Family.arguments`: hidden states ``[batch, rows, hidden_size]``, the
+            attention's latent queries ``[batch, rows, q_lora_rank]`` if the indexer takes them, cosines and
+            sines, the layer's mask ``[batch, rows, width]`` (see :func:`rows_of`), and positions.
+        **kwargs: the same by name, and the cache.
 
     Returns:
         ``[batch, rows, topk]`` int32 with -1 at the end; ``topk`` is 0 if tokens attend to all visible keys.
             As :class:`Shared` if other layers train this indexer, too.
     """
     layer: Layer = getattr(self, ATTRIBUTE)
+    inputs = dict(zip(layer.family.arguments, args, strict=False)) | kwargs
+    hidden: Tensor = inputs["hidden_states"]
     trains = layer.trains(self)
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed to "cache" after transformers 5.22
+    cache = inputs.get("cache", inputs.get("past_key_values"))  # renamed to "cache" after transformers 5.22
     with torch.set_grad_enabled(trains):
-        operands = project(self, layer, hidden_states.detach(), q_resid.detach(), position_embeddings)
+        operands = project(self, layer.family, inputs)
     if cache is not None:
         operands = operands._replace(key=cache.update_indexer(operands.key, self.layer_idx))
     layer.operands = operands if trains else None
     keys = operands.key.shape[1]
     if layer.is_dense(keys):
-        none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
+        none = torch.empty(*hidden.shape[:2], 0, dtype=torch.int32, device=hidden.device)
         return Shared(none, operands) if trains and layer.is_served else none
-    rows = rows_of(attention_mask[:, None].expand(len(hidden_states), -1, -1, -1))
+    rows = rows_of(inputs["attention_mask"][:, None].expand(len(hidden), -1, -1, -1))
     with torch.set_grad_enabled(trains):
         selection = lightning_indexer(
             *operands,
@@ -227,18 +227,21 @@ def select_keys(
     return selection.topk_indices
 
 
-def project(
-    indexer: Any, layer: Layer, hidden: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]
-) -> IndexerOperands:
-    """Compute the indexer's queries, keys and weights as transformers' indexer does."""
-    query = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
-    rope = indexer.qk_rope_head_dim
-    query_rope, key_rope = layer.rotate(
-        query[..., :rope], key[..., :rope], *position_embeddings, unsqueeze_dim=2
-    )
-    query = torch.cat([query_rope, query[..., rope:]], dim=-1)
-    key = torch.cat([key_rope, key[..., rope:]], dim=-1).squeeze(2)
+def project(indexer: Any, family: Family, inputs: dict[str, Any]) -> IndexerOperands:
+    """Compute the indexer's queries, keys and weights as transformers' indexer does, from detached inputs.
+
+    Args:
+        indexer: transformers' indexer.
+        family: row of the table of families.
+        inputs: arguments of the indexer by name.
+    """
+    hidden: Tensor = inputs["hidden_states"].detach()
+    latent: Tensor | None = inputs.get("q_resid")
+    latent = None if latent is None else latent.detach()
+    # The angles may have trained parameters, too.
+    angles = tuple(x.detach() for x in inputs["position_embeddings"])
+    query = family.query(indexer, hidden, latent, inputs.get("position_ids"))
+    query, key = family.rotated(indexer, query, family.key(indexer, hidden), angles)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
     query, key = _of_one_dtype(query, key)
     return IndexerOperands(query, key, weights * indexer.n_heads**-0.5 * indexer.softmax_scale)
@@ -284,9 +287,12 @@ def attend(
     scaling: float,
     dropout: float = 0.0,
     indices: Tensor | Shared | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to selected keys. Registered with ``transformers.AttentionInterface``.
+    """Attend to selected keys, or to all visible ones in a layer that selects none.
+
+    Registered with ``transformers.AttentionInterface``.
 
     Args:
         module: attention layer.
@@ -297,6 +303,7 @@ def attend(
         scaling: softmax scale.
         dropout: dropout of probabilities; must be 0.
         indices: result of :func:`select_keys`, of this layer or of the layer whose selection it shares.
+        s_aux: ``[heads]`` logits in the denominator of the softmax (sinks), or ``None``.
         **kwargs: arguments of other implementations.
 
     Returns:
@@ -306,7 +313,7 @@ def attend(
         ValueError: the layer's model was not converted by ``apply_dsa``, or dropout is set.
     """
     layer: Layer | None = getattr(module, ATTRIBUTE, None)
-    if layer is None or indices is None:
+    if layer is None or (layer.selects and indices is None):
         raise ValueError(
             f"attention {NAME!r} is for models that mindspeed_dsa.integrations.transformers.apply_dsa() was "
             f"called with, and {type(module).__name__} is not of one; call it, or load with "
@@ -343,6 +350,9 @@ def attend(
         # Move the key's up-projection to the query: q (U c) = (q U) c.
         query = torch.cat([torch.einsum("bshd,hdc->bshc", nope, up_key), rope], dim=-1)
         key = key.squeeze(2)
+    selected = None
+    if indices is not None and indices.shape[-1]:
+        selected = IndexerOutput(indices, cast(Tensor, scores))
     result = deepseek_sparse_attention(
         query,
         key,
@@ -351,9 +361,11 @@ def attend(
         topk=layer.topk,
         softmax_scale=scaling,
         value_dim=module.kv_lora_rank if layer.absorbed else None,
-        stage=layer.losses.stage,
+        sink=s_aux,
+        # The stage "warmup" without a loss is attention to all visible keys.
+        stage=layer.losses.stage if layer.selects else "warmup",
         with_loss=loss_wanted,
-        selected=IndexerOutput(indices, cast(Tensor, scores)) if indices.shape[-1] else None,
+        selected=selected,
         starts=rows.starts,
         ends=rows.ends,
         form=rows.form,

@@ -22,8 +22,40 @@ KINDS = {
     "glm_moe_dsa": {},
     "glm_moe_dsa sharing": {"index_topk_pattern": "FSF"},
     "glm_moe_dsa serving": {"index_topk_pattern": "FSSF", "num_hidden_layers": 4},
+    "axk2": {"n_group": None, "topk_group": None, "kv_lora_rank": 12},
+    "hy_v4": {"indexer_types": ["full", "full", "full"]},
+    "hy_v4 sharing": {"indexer_types": ["full", "shared", "full"]},
+    "mistral_large4": {"no_rope_layers": [1, 0, 1]},
+    "mistral_large4 sharing": {
+        "no_rope_layers": [1, 0, 1, 0],
+        "index_topk_pattern": "FSFS",
+        "kv_source_layers": [0, 1, 0, 1],
+        "num_hidden_layers": 4,
+    },
+    "dots3_note": {
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "sliding_window": 7,
+        "head_dim": 16,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 20,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 8,
+        "shared_experts_intermediate_size": 16,
+    },
 }
 """Configurations by name, which begins with the ``model_type``; where layers share, some have no indexer."""
+CLASSES = {
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
+    "axk2": ("AXK2Config", "AXK2ForCausalLM"),
+    "hy_v4": ("HYV4Config", "HYV4ForCausalLM"),
+    "mistral_large4": ("MistralLarge4TextConfig", "MistralLarge4ForConditionalGeneration"),
+    "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM"),
+}
+"""Names of the configuration of the text model and of the model, by ``model_type``."""
 VOCABULARY, TOPK, LAYERS = 97, 6, 3
 
 
@@ -55,18 +87,54 @@ def build(name: str, **others: Any) -> Any:
         "index_n_heads": 32,
         "index_head_dim": 16,
         "index_topk": TOPK,
+        "pad_token_id": None,
         "attn_implementation": "eager",
     }
-    kind = name.partition(" ")[0]
-    prefix = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}[kind]
-    config = getattr(transformers, f"{prefix}Config")(**values | KINDS[name] | others)
+    of_config, of_model = CLASSES[name.partition(" ")[0]]
+    config = getattr(transformers, of_config)(**values | KINDS[name] | others)
+    if of_model.endswith("ConditionalGeneration"):
+        config = with_images(config)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model = getattr(transformers, of_model)(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            # Otherwise sinks, scales and residual streams would not differ.
+            if parameter.dim() > 1 or not name.endswith(("norm.weight", "norm.bias")):
                 parameter.normal_(std=0.3)
     return model
+
+
+def with_images(text: Any) -> Any:
+    """Return a configuration with a small vision tower before the text model."""
+    import transformers
+
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    return transformers.MistralLarge4Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=VOCABULARY - 1,
+        attn_implementation=text._attn_implementation,
+        experts_implementation=text._experts_implementation,
+    )
+
+
+def layers_of(model: Any) -> Any:
+    """Return the decoder layers of the text model."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
+def without_fp32(patch: Any) -> None:
+    """Make transformers' casts to fp32, of index scores and of the softmax, casts to fp64 and none."""
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
 
 
 def tokens(batch: int = 2, rows: int = 40) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_dsa.integrations.transformers import NAME, apply_dsa, checks
+from mindspeed_dsa.integrations.transformers.families import MISSING
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from tests.hosts.transformers.models import build, close, tokens
 
@@ -62,8 +64,12 @@ def sharing_a_configuration():
 
 
 WRONG = {
-    "no transformers model": (lambda: nn.Linear(2, 2), {}, "give it one of deepseek_v32 and glm_moe_dsa"),
-    "unknown model": (other_model, {}, "'llama'.* they serve deepseek_v32 and glm_moe_dsa"),
+    "no transformers model": (lambda: nn.Linear(2, 2), {}, "give it one of deepseek_v32, glm_moe_dsa, axk2"),
+    "unknown model": (
+        other_model,
+        {},
+        "'llama', whose attention .* they serve deepseek_v32, glm_moe_dsa, axk2",
+    ),
     "attention": (asked_for_another, {}, "attn_implementation='sdpa' or 'eager'"),
     "quantised": (quantised, {}, "layers.1.self_attn.kv_b_proj.weight .* quantised.*dequantize=True"),
     "dropout": (lambda: build("deepseek_v32", attention_dropout=0.1), {}, "attention_dropout=0.0"),
@@ -98,6 +104,29 @@ def test_bad_input_is_one_message_and_changes_nothing(name):
     assert getattr(getattr(model, "config", None), "_attn_implementation", None) == before
 
 
+@pytest.mark.parametrize("kind", MISSING)
+def test_models_are_refused_by_what_is_missing(kind):
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("not in this release of transformers")
+    model = other_model()
+    model.config.model_type = kind
+    with pytest.raises(
+        ValueError, match=re.escape(f"'{kind}', for which these operators lack {MISSING[kind]}")
+    ):
+        apply_dsa(model)
+
+
+def test_a_model_without_an_indexer_is_refused():
+    """A model of this family may have dense layers instead of all layers with an indexer."""
+    model = build(
+        "dots3_note", layer_types=["full_attention", "sliding_attention", "full_attention"], use_dsa=False
+    )
+    with pytest.raises(ValueError, match="no attention layer with an indexer"):
+        apply_dsa(model)
+
+
 def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
     model = build("deepseek_v32")
     with pytest.raises(BackendUnavailable, match="'npu' cannot run"):
@@ -108,7 +137,7 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
     )
     elsewhere = SimpleNamespace(attention_dropout=0.0, named_parameters=lambda: [("q_a_proj.weight", weight)])
     with pytest.raises(BackendUnavailable, match=r"'mps'.*cpu, cuda, npu.*backend='reference'"):
-        checks.check(model, {"layer": elsewhere}, "auto", False)
+        checks.check(model, {"layer": elsewhere}, [[0]], "auto", False)
     apply_dsa(model)  # nothing was applied before
     assert layer.config._attn_implementation == NAME
 

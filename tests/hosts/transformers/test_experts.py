@@ -31,19 +31,20 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in KINDS if " " not in name])
 def test_logits_and_gradients_are_transformers_own(calls, name):
     model = build(name)
-    assert model.config._experts_implementation == "grouped_mm"
+    config = model.config.get_text_config()
+    assert config._experts_implementation == "grouped_mm"
     logits, gradients = step(model, INPUTS["causal"])
     gradients = {key: gradient.clone() for key, gradient in gradients.items()}
     assert calls == []
     in_use = apply_dsa(model)
-    assert model.config._experts_implementation == NAME
+    assert config._experts_implementation == NAME
     ours, of_ours = step(model, INPUTS["causal"])
     rows = INPUTS["causal"]["input_ids"].numel() * 2
     assert calls == [rows] * 4  # up and down in two layers; the first one is dense
     assert close(ours, logits)
     assert [key for key in gradients if not close(of_ours[key], gradients[key])] == []
     in_use.undo()
-    assert model.config._experts_implementation == "grouped_mm"
+    assert config._experts_implementation == "grouped_mm"
     again, _ = step(model, INPUTS["causal"])
     assert torch.equal(again, logits)
     assert len(calls) == 4

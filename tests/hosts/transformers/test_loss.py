@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_dsa.integrations.transformers import apply_dsa
-from tests.hosts.transformers.models import INPUTS, TOPK, build, close, tokens
+from tests.hosts.transformers.models import INPUTS, TOPK, build, close, layers_of, tokens, without_fp32
 from tests.ops import oracle
 
 pytestmark = pytest.mark.full
@@ -33,27 +33,30 @@ class Scores(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def detached(args):
+    return [detached(x) if isinstance(x, tuple) else x.detach() if x is not None else x for x in args]
+
+
 def expected_losses(model, stage, inputs, monkeypatch):
     """Return losses of the layers with an indexer, each with its own operands, from transformers' tensors."""
     if stage == "warmup":
         model = copy.deepcopy(model)
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             if layer.self_attn.indexer is not None:
                 layer.self_attn.indexer.index_topk = 10**6
-    indexers = [x.self_attn.indexer for x in model.model.layers if x.self_attn.indexer is not None]
+    indexers = [x.self_attn.indexer for x in layers_of(model) if x.self_attn.indexer is not None]
     kind = type(indexers[0])
+    kept = kind.forward
     with_graph = inspect.unwrap(kind.forward)
     monkeypatch.setattr(
         kind,
         "forward",
-        lambda self, hidden, latent, *args, **kwargs: with_graph(
-            self, hidden.detach(), latent.detach(), *args, **kwargs
-        ),
+        lambda self, *args, **kwargs: with_graph(self, *detached(args), **kwargs),
     )
     with Scores() as scores:
         output = model(**inputs, use_cache=False, output_attentions=True)
-    monkeypatch.undo()
-    having = [i for i, x in enumerate(model.model.layers) if x.self_attn.indexer is not None]
+    monkeypatch.setattr(kind, "forward", kept)
+    having = [i for i, x in enumerate(layers_of(model)) if x.self_attn.indexer is not None]
     losses, counted = {}, inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     routed = [index_scores for index_scores in scores.found if index_scores.shape[1] == index_scores.shape[2]]
     for layer, index_scores in zip(having, routed, strict=True):
@@ -68,12 +71,22 @@ def expected_losses(model, stage, inputs, monkeypatch):
             index_scores.double().masked_fill(~mask, 0.0), probabilities * mask[:, :, None], mask
         )
         losses[layer] = rows[counted].mean()
-    return losses, {layer: model.model.layers[layer].self_attn.indexer for layer in having}
+    return losses, {layer: layers_of(model)[layer].self_attn.indexer for layer in having}
+
+
+NAMES = [
+    "deepseek_v32",
+    "glm_moe_dsa sharing",
+    "axk2",
+    "hy_v4 sharing",
+    "mistral_large4 sharing",
+    "dots3_note",
+]
 
 
 @pytest.mark.parametrize("kind", ["causal", "left padding", "right padding", "packed"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeypatch):
     model = build(name)
     losses, indexers = expected_losses(model, stage, INPUTS[kind], monkeypatch)
@@ -83,9 +96,26 @@ def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeyp
     for layer, expected in losses.items():
         assert close(in_use.losses[layer].double(), expected)
         theirs = torch.autograd.grad(expected, list(indexers[layer].parameters()))
-        own = list(model.model.layers[layer].self_attn.indexer.parameters())
+        own = list(layers_of(model)[layer].self_attn.indexer.parameters())
         ours = torch.autograd.grad(in_use.losses[layer], own)
         assert [x.shape for x, y in zip(ours, theirs, strict=True) if not close(x, y, 1e-4)] == []
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_their_gradients_are_the_formula_s_in_fp64(name, stage, monkeypatch):
+    without_fp32(monkeypatch)
+    model = build(name, experts_implementation="eager").double()
+    losses, indexers = expected_losses(model, stage, INPUTS["left padding"], monkeypatch)
+    in_use = apply_dsa(model, stage=stage, loss_coeff=1.0)
+    model(**INPUTS["left padding"], use_cache=False)
+    assert in_use.losses.keys() == losses.keys()
+    for layer, expected in losses.items():
+        assert close(in_use.losses[layer], expected, 1e-9)
+        theirs = torch.autograd.grad(expected, list(indexers[layer].parameters()))
+        own = list(layers_of(model)[layer].self_attn.indexer.parameters())
+        ours = torch.autograd.grad(in_use.losses[layer], own)
+        assert [x.shape for x, y in zip(ours, theirs, strict=True) if not close(x, y, 1e-9)] == []
 
 
 def gradients(model, **options):
@@ -95,8 +125,9 @@ def gradients(model, **options):
     return output, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
-    model = build("deepseek_v32")
+@pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"])
+def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not(name):
+    model = build(name)
     plain, without = gradients(model)
     in_use = apply_dsa(model, loss_coeff=0.25)
     output, gradients_with_loss = gradients(model)
@@ -104,9 +135,11 @@ def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
     assert {name for name in gradients_with_loss if name not in without} == {
         name for name, _ in model.named_parameters() if ".indexer." in name
     }
-    assert [name for name in without if not close(gradients_with_loss[name], without[name])] == []
-    # input_ids, attention_mask, position_ids, cache, inputs_embeds, labels
-    assert torch.equal(model(tokens(), None, None, None, None, tokens(), False).loss, output.loss)
+    several = [name for name in without if without[name].numel() >= 8]
+    assert [name for name in several if not close(gradients_with_loss[name], without[name])] == []
+    if name == "deepseek_v32":
+        # input_ids, attention_mask, position_ids, cache, inputs_embeds, labels
+        assert torch.equal(model(tokens(), None, None, None, None, tokens(), False).loss, output.loss)
     as_tuple = model(tokens(), labels=tokens(), use_cache=False, return_dict=False)
     assert torch.equal(as_tuple[0], output.loss)
 
@@ -121,7 +154,7 @@ def test_microbatches_weigh_as_their_tokens_do():
     assert close(plain, model(tokens(), labels=labels, num_items_in_batch=100).loss)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
     model = build(name)
     in_use = apply_dsa(model, loss_coeff=0.5)
