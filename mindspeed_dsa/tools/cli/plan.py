@@ -27,6 +27,8 @@ from mindspeed_dsa.tools.planner import (
     relayout,
     report,
     search,
+    torchtitan,
+    torchtitan_settings,
 )
 from mindspeed_dsa.tools.planner.job import Job
 
@@ -35,6 +37,7 @@ Plans a job from the very flags that will train it; builds nothing and needs nei
 
   python -m mindspeed_dsa plan --devices 512 --device h200 --config deepseek-v3.2 -- pretrain_gpt.py FLAGS
   python -m mindspeed_dsa plan --what-if=--swap-optimizer -- examples/pretrain_dsa.py FLAGS
+  python -m mindspeed_dsa plan --devices 128 --device a3 -- torchtitan_job.toml --training.seq_len 8192
 
 Exit status: 0 it fits, or is tight; 1 it does not fit; 2 the flags are refused, misspelt ones included."""
 _RATES = {
@@ -80,13 +83,21 @@ def run(argv: Sequence[str]) -> int:
     records = measured.read(Path(options.measured)) if options.measured else []
     if not words and records and records[0].flags is not None:
         words, options.devices, options.config = [*records[0].flags], records[0].devices, records[0].config
-    _check_spelling(words, parser)
+    of_torchtitan = torchtitan_settings.is_file(words)
+    if of_torchtitan and (options.search or options.expert_load):
+        raise SettingsError(
+            f"mindspeed_dsa plan: --search and --expert-load read flags of Megatron, not {words[0]}"
+        )
+    if not of_torchtitan:
+        _check_spelling(words, parser)
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
     device = devices.device(options.device, reserve=options.reserve, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
-        sizes = (options.devices, options.config, options.imbalance, any_layout, options.expert_load)
-        return arguments.job_of([*words, *others], *sizes)
+        sizes = (options.devices, options.config, options.imbalance)
+        if of_torchtitan:
+            return torchtitan.job_of([*words, *others], *sizes)
+        return arguments.job_of([*words, *others], *sizes, any_layout, options.expert_load)
 
     def job_of_record(record: measured.Record) -> Job:
         if record.flags is None:
@@ -118,9 +129,10 @@ def run(argv: Sequence[str]) -> int:
         record = {"found": [_record(item, words) for item in layouts]}
     else:
         best = planned()
-        changes = differences.differences(options.what_if, best, planned)
+        split = shlex.split if of_torchtitan else differences.words_of
+        changes = [differences.difference(each, best, planned(split(each))) for each in options.what_if]
         print(report.text(best, options.tokens_per_second))
-        if not best.fits:
+        if not best.fits and not of_torchtitan:
             # Dozens of variants are planned here; quick plans do not simulate the schedule event by event.
             quick = planned(quick=True)
             ways = differences.ways(quick, lambda others: planned(others, quick=True))
@@ -184,7 +196,7 @@ def _release() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m mindspeed_dsa plan",
-        usage="%(prog)s [options] -- [pretrain_gpt.py | pretrain_dsa.py] FLAGS",
+        usage="%(prog)s [options] -- [pretrain_gpt.py | pretrain_dsa.py | JOB.toml] FLAGS",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -55,7 +55,8 @@ def job_of(
         SettingsError: sizes are missing or the layout is invalid; names the nearest valid layout.
     """
     options, names_given, unknown = flags.read(argv)
-    _check_sizes(options, devices, imbalance)
+    check_sizes(devices, imbalance)
+    _check_flags(options)
     if config_file:
         configs.apply(Path(config_file), options, names_given)
     fill_arguments(options)
@@ -88,13 +89,17 @@ def job_of(
     return job
 
 
-def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: float | None) -> None:
+def check_sizes(devices: int | None, imbalance: float | None) -> None:
+    """Raise an error for numbers of devices and imbalances that no job has."""
     if devices is not None and devices < 1:
         raise SettingsError(f"mindspeed_dsa plan: --devices {devices}: a job has 1 device or more")
     if imbalance is not None and not 1.0 <= imbalance < math.inf:
         raise SettingsError(
             f"mindspeed_dsa plan: --imbalance {imbalance:g}: a maximum over its mean is 1 or more"
         )
+
+
+def _check_flags(options: argparse.Namespace) -> None:
     for name in (*flags.SIZES, *flags.MAY_BE_ZERO):
         value = getattr(options, flags.dest_of(name))
         least = int(name not in flags.MAY_BE_ZERO)

@@ -318,8 +318,14 @@ class _Rank:
         trained = sum(
             weight.on_rank(self.layout) for weight in self._trained() if (weight.cut == "expert") == experts
         )
+        sharding, step = self.job.sharding, 1 / self.job.microbatches  # what is sent once in a step
+        assert sharding is not None, "weights are sharded"
+        if sharding.whole:
+            numbers *= step * sharding.stays
+            trained *= step
         yield Transfer(group, "all-gather", "weights", numbers * self.e * share, "forward")
-        yield Transfer(group, "all-gather", "weights", again * self.e * share, "backward")
+        if not sharding.stays:
+            yield Transfer(group, "all-gather", "weights", again * self.e * share, "backward")
         yield Transfer(group, "reduce-scatter", "gradients", trained * size * share, "backward")
         among = 2 * trained / shards * size * (copies - 1) / copies
         yield Transfer(groups[0], "all-reduce", "gradients of copies", among, "backward")

@@ -74,17 +74,6 @@ def words_of(flag: str) -> list[str]:
     return words
 
 
-def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], Plan]) -> list[Difference]:
-    """Return, for each flag, the difference that it makes to the plan ``before``.
-
-    Args:
-        chosen: flags as given.
-        before: plan without the flags in ``chosen``.
-        planned: function from additional command line words to the job's plan with them.
-    """
-    return [difference(flag, before, planned(words_of(flag))) for flag in chosen]
-
-
 def difference(flag: str, before: Plan, after: Plan) -> Difference:
     """Return the changes in memory, communication and time from plan ``before`` to plan ``after``."""
 

@@ -300,17 +300,25 @@ class Training:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
+    """Sharding of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``, TorchTitan).
 
     Attributes:
         ranks: number of ranks over which weights are sharded; 0 for all data and context parallel ranks.
         prefetch: number of layers whose weights are gathered ahead of the running layer.
         experts: whether routed experts are also sharded, over the ranks that hold the same experts.
+        weight: bytes of a number of the shards, which the optimizer updates without master weights; 0 for
+            the size of activations, with master weights.
+        stays: whether gathered weights stay from forward to backward.
+        whole: whether gradients stay whole until the step's last microbatch, and gathered weights from
+            backward to the next forward.
     """
 
     ranks: int = 0
     prefetch: int = 1
     experts: bool = False
+    weight: int = 0
+    stays: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -446,6 +454,11 @@ class Job:
             return 1
         # The same share of the replicas as for dense weights.
         return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
+
+    @property
+    def casts(self) -> bool:
+        """Whether layers compute on copies of sharded weights, in another dtype."""
+        return self.sharding is not None and self.sharding.weight not in (0, self.training.number)
 
     @property
     def vocabulary_ranks(self) -> int:

@@ -17,8 +17,8 @@ GIB = 2**30
 BOTH_COPIES = 2
 """Bytes per parameter that ``--reuse-fp32-param`` saves: the bf16 copy."""
 WAITING = "waiting weight gradients"
-STAGING = 36
-"""Bytes per parameter in ``--swap-optimizer``'s staging, over its N parts: 3 buffers x (4 + 8) bytes."""
+STAGING = 3
+"""Buffers in the staging of ``--swap-optimizer``, each for one of its N parts."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class _Weights:
         dense: number of trained dense parameters held between steps.
         divided: number of these that context parallel ranks have other parts of.
         experts: number of trained parameters of experts held between steps.
+        trained: number of all trained parameters before sharding.
         largest: number of elements of the largest matrix.
     """
 
@@ -137,6 +138,7 @@ class _Weights:
     dense: float
     experts: float
     divided: float
+    trained: float
     largest: float
 
 
@@ -160,6 +162,7 @@ def _of_weights(
                 sum(_held(layout, shards, weights)),
                 *_held(layout, shards, trained),
                 sum(weight.on_rank(layout) for weight in trained if weight.cut == "vocabulary"),
+                sum(weight.on_rank(layout) for weight in trained),
                 max((_one_matrix(model, layout, grouped, weight) for weight in weights), default=0.0),
             )
         )
@@ -246,10 +249,15 @@ def _rank(
         kept[WAITING] = sum(map(operator.mul, peak.waiting, operands))
     if messages := _messages(job, rank):
         kept["messages"] = messages
-    temporary = _temporary(job, rank, weights.largest, kinds)
-    staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
-    stored = training.number * numbers + _in_fp8(job, weights)
-    state = stored + buffers + training.grad_number * (dense + experts) + masters + moments
+    temporary = _temporary(job, rank, weights, kinds)
+    # 3 buffers x (4 + 8) bytes of a parameter, over N parts.
+    swapped = STAGING * (training.masters + training.moments) / features.swap_parts * share
+    staging = swapped if features.swap_optimizer else 0.0
+    weight = (job.sharding and job.sharding.weight) or training.number
+    stored = weight * numbers + _in_fp8(job, weights)
+    reduced = not (job.sharding and job.sharding.whole)
+    gradients = training.grad_number * (dense + experts if reduced else weights.trained)
+    state = stored + buffers + gradients + masters + moments
     # Staging buffers are used in the optimizer step, after activations are freed.
     beside = max(sum(kept.values()) + sum(temporary.values()), staging)
     return RankMemory(
@@ -257,7 +265,7 @@ def _rank(
         numbers=dict(weights.by_part),
         weights=stored,
         buffers=buffers,
-        gradients=training.grad_number * (dense + experts),
+        gradients=gradients,
         masters=masters,
         moments=moments,
         updated=share,
@@ -427,7 +435,7 @@ def _host_activations(
     return nbytes
 
 
-def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, float]:
+def _temporary(job: Job, rank: int, weights: _Weights, kinds: _Kinds) -> dict[str, float]:
     """Return a dict from kind to the largest temporary tensors of a forward or backward."""
     model, layout, training = job.model, job.layout, job.training
     number, tokens = training.number, job.tokens
@@ -446,12 +454,15 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
         sizes["rows of all context parallel ranks"] = (
             2 * job.vocabulary_ranks * tokens * model.hidden * number
         )
-    sizes["gradient of a weight"] = largest * number
-    if job.sharding and job.shards > 1:
+    sizes["gradient of a weight"] = weights.largest * number
+    if job.sharding and (job.shards > 1 or job.casts):
         # The layer that computes and the prefetched ones; pairs compute two directions at a time.
         unit = max(_units(job, rank))
         directions = 2 if job.features.pairs else 1
-        sizes["gathered layers"] = directions * (1 + job.sharding.prefetch) * unit * number
+        gathered = directions * (1 + job.sharding.prefetch) * unit
+        if job.sharding.stays or job.sharding.whole:
+            gathered = sum(weights.by_part.values())
+        sizes["gathered layers"] = gathered * number
         sizes["gradients of a layer"] = unit * (number + training.grad_number)
     if training.full:
         group = training.full_group if training.full < 0 else 1
@@ -468,7 +479,7 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
 def _units(job: Job, rank: int) -> list[float]:
     """Return the parameter count of each FSDP unit: a layer, the embedding or the output layer."""
     model, layout = job.model, job.layout
-    whole = () if job.expert_shards > 1 else ("expert",)
+    whole = () if job.expert_shards > 1 or job.casts else ("expert",)
     units = [
         sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut not in whole)
         for kind in set(model.kinds)
