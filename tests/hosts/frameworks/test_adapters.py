@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.hosts.frameworks.adapter_job import INDEXER, NAMES, part
-from tests.hosts.frameworks.test_frameworks import ended, needs, started
-from tests.support.ports import free_port
+from tests.hosts.frameworks.test_frameworks import ended_on_ranks, needs
 
 ABSORBED = {"use_fused_dsa": True, "use_dsa_absorb": True}
 BY_HEAD = {"use_fused_dsa": True, "use_dsa_absorb": False}
@@ -29,24 +28,7 @@ SPLIT = {
 
 def run(package, folder, ranks=1, **asked):
     """Run the job, and return each rank's result."""
-    port = str(free_port())
-    jobs = [
-        started(
-            "adapter_job.py",
-            package,
-            str(folder),
-            json.dumps(asked),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(ranks)
-    ]
-    for each in jobs:
-        ended(each)
+    ended_on_ranks(ranks, "adapter_job.py", package, str(folder), json.dumps(asked))
     return [torch.load(folder / f"{package}-{rank}.pt") for rank in range(ranks)]
 
 

@@ -48,13 +48,13 @@ def ended(process):
     return out, err
 
 
-def trained(switches, ranks):
-    """Return loss and gradient norm of each step, and the whole output."""
+def ended_on_ranks(ranks, script, *arguments):
+    """Run a script on ranks of one job, and return the output and errors of each."""
     port = str(free_port())
     jobs = [
         started(
-            "bridge_job.py",
-            json.dumps(switches),
+            script,
+            *arguments,
             RANK=str(rank),
             LOCAL_RANK=str(rank),
             WORLD_SIZE=str(ranks),
@@ -64,7 +64,13 @@ def trained(switches, ranks):
         )
         for rank in range(ranks)
     ]
-    said = "".join(text for job in jobs for text in ended(job))
+    return [ended(job) for job in jobs]
+
+
+def trained(switches, ranks):
+    """Return loss and gradient norm of each step, and the whole output."""
+    outputs = ended_on_ranks(ranks, "bridge_job.py", json.dumps(switches))
+    said = "".join(text for output in outputs for text in output)
     steps = {int(step): (float(loss), float(norm)) for step, loss, norm in STEP.findall(said)}
     assert sorted(steps) == [1, 2, 3, 4], said[-3000:]
     return steps, said
