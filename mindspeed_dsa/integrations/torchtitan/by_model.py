@@ -272,12 +272,6 @@ class Sparse(Converter):
         self.options = SparseOptions() if section is None else options_of(asdict(section))
         if parallel_dims.cp_enabled:
             check(job_config, self.options.context_parallel_algo, documents=False)
-        if parallel_dims.pp_enabled and self.options.loss_coeff > 0:
-            raise ValueError(
-                "npu_dsa: with pipeline_parallel_degree above 1 TorchTitan 0.2 does not divide the model's "
-                "loss by the tokens of a step, so that no loss_coeff has a meaning beside it; use TorchTitan "
-                "0.3, or loss_coeff = 0 in [dsa]"
-            )
 
     def replaces(self, name: str, module: nn.Module) -> bool:
         if not isinstance(module, deepseek_v3.Attention):
@@ -297,6 +291,8 @@ class Sparse(Converter):
             training.seq_len,
             dims.dp_replicate * dims.dp_shard,
         )
+        if dims.pp_enabled:
+            rows = 1  # in pipelines TorchTitan sums the model's loss over the tokens of a step
         # The core needs only the group; the indexer is distributed over the mesh.
         mesh = dims.get_mesh("tp") if dims.tp_enabled else None
         tensor = None if mesh is None else mesh.get_group()
