@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,18 @@ class Record(NamedTuple):
     parts: list[dict[str, Any]]
     """Record of each rank, see ``on_cpu.record``."""
     log: str
+
+
+def quick_on_two(layouts: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Return the names of layouts as parameters; tests on more than two ranks are long ones.
+
+    Args:
+        layouts: dict from name to a tuple that begins with the number of ranks.
+    """
+    return [
+        pytest.param(name, marks=pytest.mark.full) if ranks > 2 else name
+        for name, (ranks, *_) in layouts.items()
+    ]
 
 
 def files(folder: Path) -> Path:
@@ -86,7 +98,7 @@ def start(
         env={**os.environ, **settings, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
 
 

@@ -72,7 +72,7 @@ def job(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", jobs.quick_on_two(LAYOUTS))
 def test_losses_and_gradients_are_those_of_one_process(job, name):
     ranks, layout, data, attention = LAYOUTS[name]
     one, ours = job(1, attention, *data), job(ranks, attention, *layout, *data)

@@ -63,6 +63,7 @@ def test_a_compiled_layer_is_one_graph_without_a_break(run, recomputation):
     assert set(ours.calls) == nodes | {"rms_norm"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALL)
 def test_each_converter_alone_in_a_compiled_layer(run, name):
     ours = run("selective", COMPILER, names=(name,))

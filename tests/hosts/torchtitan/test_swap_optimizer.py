@@ -47,7 +47,7 @@ def saved(folder):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", jobs.quick_on_two(LAYOUTS))
 def test_losses_and_weights_are_those_of_stock(folder, layout):
     ranks, arguments = LAYOUTS[layout]
     stock = jobs.by_config(folder, ranks, *arguments)

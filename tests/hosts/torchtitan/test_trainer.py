@@ -76,7 +76,7 @@ def test_losses_with_each_converter_are_those_without(folder, stock, name):
     assert_same(ours, stock())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", jobs.quick_on_two(LAYOUTS))
 def test_losses_in_parallel_layouts_are_those_of_stock(folder, stock, layout):
     ranks, arguments = LAYOUTS[layout]
     ours = jobs.by_config(folder, ranks, *arguments, converters={"names": ALL, **DENSE})
