@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.plan import published
+from benchmarks.plan import published, torchtitan
 from mindspeed_dsa.tools.planner import (
     arguments,
     command_lines,
@@ -90,6 +90,8 @@ def blocks() -> dict[str, list[str]]:
         "zh/planner.md": [chinese],
         "design/planner.md": [deepseek, constants()],
         "design/glm-5.md": [glm],
+        "hosts/torchtitan.md": [torchtitan.block()],
+        "zh/torchtitan.md": [torchtitan.chinese()],
     }
 
 

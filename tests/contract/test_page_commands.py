@@ -144,6 +144,7 @@ def test_options_of_commands_are_known(is_taken, capsys):
 )
 def test_commands_that_train_nothing_run(monkeypatch, capsys, tmp_path, line):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert main(words_of(line)) in RUN[line.split()[0]], capsys.readouterr().err
 
 

@@ -24,6 +24,7 @@ from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDict
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
+from examples.torchtitan_job import config_registry
 from mindspeed_dsa.integrations.torchtitan import build
 
 DIM, VOCABULARY = 64, 512
@@ -124,4 +125,26 @@ def converted() -> Trainer.Config:
     config = tiny()
     for converter in build(requested.pop("names"), **requested):
         config.model_spec.model = converter.build().convert(config.model_spec.model)
+    return config
+
+
+SMALL = {"topk": 8, "index_heads": 4, "index_dim": 32}
+
+
+def article() -> Trainer.Config:
+    """Return the example's job for eight ranks, with the small model, its data and ten steps."""
+    config, small = config_registry.deepseek_v32(), tiny()
+    for converter in build(config_registry.CONVERTERS, **SMALL):
+        small.model_spec.model = converter.build().convert(small.model_spec.model)
+    for name in ("model_spec", "loss", "dataloader", "metrics"):
+        setattr(config, name, getattr(small, name))
+    config.lr_scheduler.warmup_steps = 1
+    training, parallelism = config.training, config.parallelism
+    training.local_batch_size, training.seq_len, training.steps = 4, 64, 10
+    parallelism.tensor_parallel_degree = parallelism.context_parallel_degree = 2
+    parallelism.expert_parallel_degree = 4
+    # Four layers in four stages: a stage without layers cannot be context parallel.
+    parallelism.pipeline_parallel_first_stage_less_layers = 0
+    parallelism.pipeline_parallel_last_stage_less_layers = 0
+    config.checkpoint.interval, config.checkpoint.last_save_model_only = 5, False
     return config
