@@ -25,6 +25,7 @@ KINDS = {
     "axk2": {"n_group": None, "topk_group": None, "kv_lora_rank": 12},
     "hy_v4": {"indexer_types": ["full", "full", "full"]},
     "hy_v4 sharing": {"indexer_types": ["full", "shared", "full"]},
+    "hy_v4 serving": {"indexer_types": ["full", "shared", "shared", "full"], "num_hidden_layers": 4},
     "mistral_large4": {"no_rope_layers": [1, 0, 1]},
     "mistral_large4 sharing": {
         "no_rope_layers": [1, 0, 1, 0],

@@ -161,9 +161,10 @@ def test_own_is_unchanged_and_served_changes_only_indexers_that_serve(stage):
 
 @pytest.mark.parametrize("kind", ["left padding", "packed", "few keys"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-def test_padding_packs_and_short_texts_have_the_losses_of_an_indexer_in_each_layer(stage, kind):
+@pytest.mark.parametrize("name", [KIND, "hy_v4 serving"])
+def test_padding_packs_and_short_texts_have_the_losses_of_an_indexer_in_each_layer(name, stage, kind):
     """A layer that has a copy of the indexer's operands and its own attention has the same loss."""
-    model = build(KIND)
+    model = build(name)
     in_use = apply_dsa(model, stage=stage, loss_coeff=1.0, indexer_loss_layers="served")
     kept = {}
     original = layers.deepseek_sparse_attention
@@ -206,8 +207,9 @@ def test_evaluation_and_frozen_indexers_have_no_loss():
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "indexers"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-def test_recomputed_layers_have_the_same_bits(stage, frozen):
-    model = build(KIND)
+@pytest.mark.parametrize("name", [KIND, "hy_v4 serving"])
+def test_recomputed_layers_have_the_same_bits(name, stage, frozen):
+    model = build(name)
     in_use = apply_dsa(model, stage=stage, loss_coeff=0.5, indexer_loss_layers="served")
     if frozen:
         freeze_all_but_indexers(model)

@@ -34,6 +34,14 @@ def test_losses_and_gradients_are_those_of_one_process(pool, wrapped, kind):
     assert run(pool, "compare_all", kind=kind, cases=cases) == [{}, {}]
 
 
+@pytest.mark.parametrize("kind", ["axk2", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"])
+def test_indexers_of_other_families_learn_in_wrapped_layers(pool, kind):
+    """Their layers have other modules behind the attention, and some pass keys on to later layers."""
+    parts = ("indexers", "one indexer", "indexers and a layer between")
+    cases = [{"trained": trained, "wrapped": "layers"} for trained in parts]
+    assert run(pool, "compare_all", kind=kind, cases=cases) == [{}, {}]
+
+
 def test_the_sparse_stage_trains_both(pool):
     cases = [{"trained": "all", "wrapped": "layers", "stage": "sparse", "before": x} for x in (True, False)]
     for kind in KINDS:
