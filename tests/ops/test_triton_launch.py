@@ -15,7 +15,7 @@ from mindspeed_dsa.ops import indexer_kl_loss as public_loss
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, divergence_and_score_gradient
 from tests.ops.random_inputs import indexer_inputs, packed_ranges
-from tests.ops.triton_backend import DEVICE, common, kl_loss
+from tests.ops.triton_backend import DEVICE, common, hopper, kl_loss
 
 SIZES = {
     "lightning_indexer": (("heads", 64), ("head_dim", 128), ("topk", 2048)),
@@ -71,6 +71,18 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(operator):
     assert choose(operator, "auto", on_hopper).__name__.endswith(f"{operator}.triton")
     assert choose(operator, "auto", on_old).__name__.endswith(f"{operator}.chunked")
     assert ShapeClass.of(torch.empty(1, device="meta"), ("heads", 3)).index is None
+
+
+def test_plain_kernels_on_hopper_are_warned_of(compiler, monkeypatch, caplog):
+    """The warning names the Triton releases that compile the kernels for Hopper."""
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
+    monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
+    for index, messages in ((0, 0), (1, 1), (1, 1)):
+        shape = ShapeClass("cuda", torch.bfloat16, SIZES["sparse_flash_attention"], index)
+        choose("sparse_flash_attention", "auto", shape)
+        found = [record.getMessage() for record in caplog.records if "plain Triton" in record.getMessage()]
+        assert len(found) == messages
+    assert "need triton 3.7 to 3.9, and 3.6.0 is installed" in found[0]
 
 
 @pytest.mark.parametrize("operator", SIZES)

@@ -11,12 +11,15 @@ import triton
 from packaging.version import Version
 from torch import Tensor
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import MOST_ENTRIES
 from mindspeed_dsa.ops.triton.common import LOG2E, block, interpreted
 from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, on_grid
 
-# Whether this Triton release's Gluon compiles the kernels.
-HAS_GLUON = (3, 7) <= Version(triton.__version__).release[:2] <= (3, 9)
+_log = log.get("ops")
+# Triton releases whose Gluon compiles the kernels, first and last.
+_GLUON = ((3, 7), (3, 9))
+HAS_GLUON = _GLUON[0] <= Version(triton.__version__).release[:2] <= _GLUON[1]
 _VALUE_DIM, _DIM = 512, 576
 # Heads per program: shared memory holds their queries and two tiles of keys.
 # 64 heads x 576 x 2 bytes = 72 KiB, and 64 keys x 576 x 2 bytes = 72 KiB per tile: 216 KiB of 227 KiB.
@@ -48,6 +51,18 @@ def takes(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
         and _in_lines(query)
         and _in_lines(key_value)
     )
+
+
+def warn_of_plain_kernels() -> None:
+    """Warn once if this Triton release does not compile the kernels of this module."""
+    if not HAS_GLUON:
+        _log.warning(
+            "sparse attention runs on plain Triton kernels, which are slower on this GPU: those for Hopper "
+            "need triton %s to %s, and %s is installed; torch 2.12 and later install such a release",
+            *(".".join(map(str, release)) for release in _GLUON),
+            triton.__version__,
+            once=True,
+        )
 
 
 def takes_sum(query: Tensor, key_value: Tensor, value_dim: int) -> bool:

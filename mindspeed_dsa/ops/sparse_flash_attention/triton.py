@@ -51,10 +51,12 @@ from mindspeed_dsa.ops.triton.common import (
     widen,
 )
 from mindspeed_dsa.ops.triton.launch import (
+    HOPPER,
     LARGE,
     REHEARSED_KEYS,
     REHEARSED_ROWS,
     SMALL,
+    capability_of,
     meta,
     on_blackwell,
     on_grid,
@@ -80,11 +82,10 @@ plan_call = takes_every_call
 def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None."""
     value_dim = shape["value_dim"]
-    return (
-        unsupported_here(shape)
-        or unsupported_dims(value_dim, shape["dim"] - value_dim)
-        or fails_to_compile(shape, rehearse)
-    )
+    reason = unsupported_here(shape) or unsupported_dims(value_dim, shape["dim"] - value_dim)
+    if reason is None and shape.device == "cuda" and capability_of(shape.place) == HOPPER:
+        hopper.warn_of_plain_kernels()
+    return reason or fails_to_compile(shape, rehearse)
 
 
 def rehearse(
