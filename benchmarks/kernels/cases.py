@@ -31,6 +31,8 @@ ODD_HEADS = (1, 8, 24, 40)
 # Above 2^31 numbers a stride is passed in 64 bits.
 SHORT, LONG = 8192, 131072
 GLM = MODELS["glm-5"]
+# The backward on Hopper: one kernel for all gradients of a row, or tiles of keys that rows share.
+WAYS = BY_ROWS, BY_TILES = "by rows", "by tiles"
 INDEXERS = ((64, 128), (32, 128), (8, 64), (128, 256))
 
 
@@ -45,6 +47,9 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
         mode = ", deterministic" if deterministic else ""
         for heads in (*HEADS, *(ODD_HEADS if odd else ())):
             yield f"{heads} heads{mode}", _in_mode(deterministic, partial(run_attention, dtype, heads))
+            for way in WAYS:
+                words = f"{heads} heads, {way}{mode}"
+                yield words, _in_mode(deterministic, partial(run_backward, dtype, heads, way))
         for heads, dim in INDEXERS:
             for use_relu in (True, False) if odd else (True,):
                 words = f"indexer {heads} x {dim}{'' if use_relu else ' without relu'}{mode}"
@@ -74,6 +79,7 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
 def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Yield a small call for every kernel that runs when determinism is not requested."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
+    yield "32 heads", partial(run_attention, dtype, 32, sums=(False,))
     yield "64 heads", partial(run_attention, dtype, 64, sums=(False,))
     yield "128 heads", partial(run_forward, dtype, 128)
     yield "one row behind others", partial(run_last_row, dtype)
@@ -112,6 +118,18 @@ def run_attention(
     """Compile forward, sum over heads, and backward with and without it."""
     shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
     attention.rehearse(shape, length, length, sums)
+
+
+def run_backward(
+    dtype: torch.dtype, heads: int, way: str, length: int = SHORT, sums: tuple[bool, ...] = (True, False)
+) -> None:
+    """Compile one way of the backward with and without the sum over heads; others are for Hopper only."""
+    query, key = meta(1, length, heads, 576, dtype=dtype), meta(1, length, 576, dtype=dtype)
+    call = AttentionCall(query, key, meta(1, length, TOPK, dtype=torch.int32), 1.0, 512)
+    out, lse = meta(1, length, heads, 512, dtype=dtype), meta(1, length, heads, dtype=torch.float32)
+    with mock.patch.object(hopper, "prefers_rows", return_value=way == BY_ROWS):
+        for with_sum in sums:
+            attention.backward(call, out, out, lse, with_sum)
 
 
 def run_last_row(dtype: torch.dtype) -> None:

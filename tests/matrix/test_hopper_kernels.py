@@ -26,5 +26,6 @@ def test_kernels_for_hopper_compile(tmp_path: Path) -> None:
     )
     assert "DoesNotCompile" not in done.stderr, done.stderr[-2000:]
     compiled = {json.loads(line)["name"] for line in done.stdout.splitlines()}
-    for direction in ("forward", "few_heads_forward", "attention_sum", "backward_rows", "backward_keys"):
+    ways = ("backward_rows", "backward_few_heads", "backward_keys")
+    for direction in ("forward", "few_heads_forward", "attention_sum", *ways):
         assert f"hopper_{direction}_kernel" in compiled

@@ -342,7 +342,6 @@ _LANGUAGE = SimpleNamespace(
     reshape=lambda x, shape: x.reshape([int(size) for size in shape]),
     permute=lambda x, order: x.permute(order),
     convert_layout=lambda x, layout, assert_trivial=False: x,
-    barrier=lambda: None,
     multiple_of=lambda x, number: x,
     static_range=range,
     to_tensor=lambda x: x,
@@ -365,6 +364,7 @@ _STAND_INS = [
     (instructions.warpgroup_mma_init, lambda acc: acc),
     (instructions.warpgroup_mma_wait, _wait_for_products),
     (hopper_common.load_asynchronously, _copy),
+    (hopper_common.group_barrier, lambda: None),
     (hopper_common.seen_as, Shared.reinterpret),
 ]
 _modules: dict[int, dict[str, Any]] = {}

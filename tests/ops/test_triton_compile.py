@@ -25,6 +25,7 @@ HOPPER_KERNELS = {
     *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
     *(
         "hopper_backward_rows_kernel",
+        "hopper_backward_few_heads_kernel",
         "hopper_backward_keys_kernel",
         "find_shared_kernel",
         "reorder_kernel",

@@ -23,7 +23,7 @@ HAS_GLUON = _GLUON[0] <= Version(triton.__version__).release[:2] <= _GLUON[1]
 _VALUE_DIM, _DIM = 512, 576
 # Heads per program: shared memory holds their queries and two tiles of keys.
 # 64 heads x 576 x 2 bytes = 72 KiB, and 64 keys x 576 x 2 bytes = 72 KiB per tile: 216 KiB of 227 KiB.
-_HEADS = 64
+HEADS = 64
 # Up to this many heads, keys form the rows of products and heads the columns.
 _FEW_HEADS = 16
 # Maximum number of heads for the sum over heads, which reads each key once for all of them.
@@ -35,6 +35,9 @@ _OPTIONS = {"num_warps": 4, "maxnreg": 168}
 if HAS_GLUON:
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_attention_sum import hopper_attention_sum_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_backward import hopper_backward_keys_kernel
+    from mindspeed_dsa.ops.sparse_flash_attention.hopper_backward_few_heads import (
+        hopper_backward_few_heads_kernel,
+    )
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_backward_rows import hopper_backward_rows_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_few_heads import hopper_few_heads_forward_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import hopper_forward_kernel
@@ -107,7 +110,7 @@ def forward(
     if heads <= _FEW_HEADS:
         on_grid(hopper_few_heads_forward_kernel, batch * rows)(*arguments, **_OPTIONS)
     else:
-        on_grid(hopper_forward_kernel, batch * rows * triton.cdiv(heads, _HEADS))(*arguments, **_OPTIONS)
+        on_grid(hopper_forward_kernel, batch * rows * triton.cdiv(heads, HEADS))(*arguments, **_OPTIONS)
 
 
 def attention_sum(
@@ -172,15 +175,19 @@ def gradients_of_keys(
 def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
     """Return whether :func:`gradients_of_rows` supports these operands.
 
-    They must have 33 to 128 heads. With fewer, at least half of a program's 64 head slots would be empty, but
-    the number of atomic additions stays the same. With up to 128, at most two programs add to each sum of
-    probabilities over heads, so the order of the atomic additions does not change it.
+    They must have up to 128 heads. Then at most two programs add to each sum of probabilities over heads, so
+    the order of the atomic additions does not change it.
     """
-    return (
-        _HEADS // 2 < query.shape[2] <= _SUMMED_HEADS
-        and takes(query, key_value, value_dim)
-        and _in_lines(grad_out)
-    )
+    return query.shape[2] <= _SUMMED_HEADS and takes(query, key_value, value_dim) and _in_lines(grad_out)
+
+
+def prefers_rows(heads: int, deterministic: bool) -> bool:
+    """Return whether the model bounds :func:`gradients_of_rows` by less time than :func:`gradients_of_keys`.
+
+    Up to 16 heads the bounds are 4 % apart, and only tiles have been timed. In a fixed order a gradient per
+    entry passes through memory, and a tile has fewer if rows share it.
+    """
+    return not deterministic and heads > _FEW_HEADS
 
 
 def gradients_of_rows(
@@ -188,42 +195,60 @@ def gradients_of_rows(
     results: tuple[Tensor, Tensor, Tensor | None],
     indices: Tensor,
     lengths: Tensor,
+    rows: range,
     softmax_scale: float,
+    ordered: bool,
 ) -> None:
-    """Compute all gradients; key gradients are added with atomics, in no fixed order.
+    """Compute all gradients of some rows.
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
-        results: three tensors. Gradients of queries, ``[batch, rows, heads, 576]``. Gradients of keys,
-            ``[batch * key_length, 576]`` fp32, zeroed. Sum over heads, ``[batch, rows, topk]`` fp32, zeroed,
-            or None.
+        results: three tensors. Gradients of queries, ``[batch, rows, heads, 576]``. Gradients of keys, fp32,
+            columns in the order that :func:`in_order` undoes. Sum over heads, ``[batch, rows, topk]`` fp32,
+            zeroed, or None.
         indices: key positions, as for :func:`forward`.
         lengths: one past the last key entry of each row, as for :func:`forward`.
+        rows: batch-wide numbers of the rows.
         softmax_scale: factor of the scores.
+        ordered: whether the gradients of keys are ``[at least len(rows), topk, 576]``, one for each entry
+            that is a key, zeroed before if :func:`adds_to_entries`. Otherwise they are
+            ``[batch * key_length, 576]``, and are added to with atomics, in no fixed order.
     """
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_keys, summed = results
-    batch, rows, heads, _ = query.shape
-    on_grid(hopper_backward_rows_kernel, batch * rows * triton.cdiv(heads, _HEADS))(
+    heads = query.shape[2]
+    arguments = (
         *(query, key_value, indices, lengths, grad_out, lse, delta),
         *(grad_query, grad_keys, lse if summed is None else summed),
-        *(rows, key_value.shape[1], heads, indices.shape[2]),
+        *(rows.start, query.shape[1], key_value.shape[1], heads, indices.shape[2]),
         *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
         *(softmax_scale, softmax_scale * LOG2E),
-        WITH_SUM=summed is not None,
-        num_warps=4,
-        maxnreg=256,
     )
-    grad_keys.copy_(in_order(grad_keys))
+    atomic = not ordered or adds_to_entries(heads)
+    options: dict[str, int] = {"WITH_SUM": summed is not None, "ORDERED": ordered, "ATOMIC": atomic}
+    options |= {"num_warps": 4, "maxnreg": 256}
+    if heads <= HEADS // 2:
+        on_grid(hopper_backward_few_heads_kernel, len(rows))(*arguments, HEADS=block(heads), **options)
+    else:
+        on_grid(hopper_backward_rows_kernel, len(rows) * triton.cdiv(heads, HEADS))(*arguments, **options)
+
+
+def adds_to_entries(heads: int) -> bool:
+    """Return whether :func:`gradients_of_rows` adds to the gradients of entries, instead of storing them.
+
+    With more than 64 heads two programs add, and their order does not change a sum that starts at zero. With
+    17 to 32 heads stores would make the compiler serialise the products: registers do not suffice.
+    """
+    return heads > HEADS or _FEW_HEADS < heads <= HEADS // 2
 
 
 def in_order(grad_keys: Tensor) -> Tensor:
     """Restore the column order of ``[keys, 576]`` key gradients.
 
     Args:
-        grad_keys: gradients in the column order of ``hopper_backward_rows_kernel``. Within every 16 columns,
-            it places the four columns of one thread (``2i``, ``2i + 1``, ``2i + 8``, ``2i + 9``) next to each
-            other.
+        grad_keys: gradients in the column order of :func:`gradients_of_rows`. Within every 16 columns, its
+            kernels place the four columns of one thread (``2i``, ``2i + 1``, ``2i + 8``, ``2i + 9``) next to
+            each other.
     """
     # [keys, 36, thread, half, number] -> [keys, 36, half, thread, number] -> [keys, 576]
     return grad_keys.view(len(grad_keys), -1, 4, 2, 2).transpose(2, 3).reshape(grad_keys.shape)

@@ -188,11 +188,8 @@ def slice_of_keys(tiles, only, NUMBER: gl.constexpr):
     return warpgroup_mma(gradient, q_tail.index(only), acc, use_acc=False, is_async=True)
 
 
-@gluon.constexpr_function
-def _places(lines):
+def _places(registers, threads):
     """Return a register layout for :func:`add_slice`, in which columns are in memory order."""
-    row, place = [4, 0], [0, 16]
-    registers, threads = (row, place) if lines else (place, row)
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], registers, [0, 32]],
         [[0, 4], [0, 8], [1, 0], [2, 0], threads],
@@ -202,27 +199,56 @@ def _places(lines):
     )
 
 
+# As a product leaves them, and with 128 contiguous bytes of a row in eight threads.
+PLACED: gl.constexpr = gl.constexpr(_places([0, 16], [4, 0]))
+LINES: gl.constexpr = gl.constexpr(_places([4, 0], [0, 16]))
+
+
 @gluon.jit
-def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
-    """Atomically add 64 columns of key gradients to memory; rows without a key are skipped.
+def target_of(grad_keys, entries, keys, ORDERED: gl.constexpr):
+    """Return where key gradients begin: with ORDERED those of a row's entries, otherwise those of its keys.
+
+    ``entries`` and ``keys`` are the numbers of those before.
+    """
+    if ORDERED:
+        return grad_keys + entries * (VALUE + TAIL)
+    return grad_keys + keys * (VALUE + TAIL)
+
+
+@gluon.jit
+def starts_of(index, tile, ORDERED: gl.constexpr):
+    """Return where the key gradients of a tile begin: with ORDERED by entry of the row, otherwise by key."""
+    if ORDERED:
+        place = tile * BLOCK + gl.arange(0, BLOCK, layout=index.type.layout)
+    else:
+        place = index.to(gl.int64)
+    return place * (VALUE + TAIL)
+
+
+@gluon.jit
+def add_slice(grad_keys, starts, index, key_length, sums, FIRST: gl.constexpr, ATOMIC: gl.constexpr):
+    """Store 64 columns of key gradients, or atomically add them; rows without a key are skipped.
 
     After a product, a thread has columns ``2i``, ``2i + 1``, ``2i + 8`` and ``2i + 9`` of every 16. They are
     stored next to each other, so that the thread adds them with one instruction; ``hopper.in_order`` restores
     the order of columns later. Threads also exchange half of their rows, so that eight threads hold 128
     contiguous bytes of a row.
     """
-    layout: gl.constexpr = _places(True)
     # [keys, 16-column group, half, thread, number] -> [keys, group, thread, half, number]
     apart = gl.permute(gl.reshape(sums, [BLOCK, SLICE // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
-    placed = gl.convert_layout(gl.reshape(apart, [BLOCK, SLICE]), _places(False), assert_trivial=True)
-    placed = gl.convert_layout(placed, layout)
-    place = FIRST + gl.arange(0, SLICE, layout=gl.SliceLayout(0, layout))
+    placed = gl.convert_layout(gl.reshape(apart, [BLOCK, SLICE]), PLACED, assert_trivial=True)
+    placed = gl.convert_layout(placed, LINES)
+    place = FIRST + gl.arange(0, SLICE, layout=gl.SliceLayout(0, LINES))
     valid = ((index >= 0) & (index < key_length))[:, None]
-    gl.atomic_add(grad_keys + offsets[:, None] + place[None, :], placed, mask=valid, sem="relaxed")
+    target = grad_keys + starts[:, None] + place[None, :]
+    if ATOMIC:
+        gl.atomic_add(target, placed, mask=valid, sem="relaxed")
+    else:
+        gl.store(target, placed, mask=valid)
 
 
 @gluon.jit
-def add_tiles(row, queries, results, tiles, barriers):
+def add_tiles(row, queries, results, tiles, barriers, ORDERED: gl.constexpr, ATOMIC: gl.constexpr):
     """Code of the second warp group: compute and add key gradients, and half of query gradients."""
     row_indices, length, key_length = row
     first_head, heads = queries
@@ -230,11 +256,11 @@ def add_tiles(row, queries, results, tiles, barriers):
     _q_value, _q_tail, _grad_value, k_value, _k_tail, _probabilities, gradients = tiles
     key_empty, ready, consumed = barriers
     acc = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
-    rows: gl.constexpr = gl.SliceLayout(1, _places(True))
+    rows: gl.constexpr = gl.SliceLayout(1, LINES)
     few_gradients = seen_as(gradients, gradients.dtype, [2, BLOCK, FEW], NARROW)
     for tile in range(gl.cdiv(length, BLOCK)):
         index = load_indices(row_indices, tile, length, rows)
-        offsets = index.to(gl.int64) * (VALUE + TAIL)
+        starts = starts_of(index, tile, ORDERED)
         # The group that arrives here has waited for all copies, and has fenced them.
         mbarrier.wait(ready, tile & 1)
         only = kept_inside(0)
@@ -255,13 +281,13 @@ def add_tiles(row, queries, results, tiles, barriers):
             else:
                 current, following = warpgroup_mma_wait(0, deps=(current, following))
                 mbarrier.arrive(consumed)
-            add_slice(grad_keys, offsets, index, key_length, current, number * SLICE)
+            add_slice(grad_keys, starts, index, key_length, current, number * SLICE, ATOMIC)
             current = following
-        add_slice(grad_keys, offsets, index, key_length, current, (SLICES - 1) * SLICE)
+        add_slice(grad_keys, starts, index, key_length, current, (SLICES - 1) * SLICE, ATOMIC)
     store_columns(grad_query, first_head, heads, acc, HALF)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_row"])
 def hopper_backward_rows_kernel(
     query,
     key_value,
@@ -273,6 +299,7 @@ def hopper_backward_rows_kernel(
     grad_query,
     grad_keys,
     attention_sum,
+    first_row,
     rows_per_batch,
     key_length,
     heads,
@@ -288,14 +315,18 @@ def hopper_backward_rows_kernel(
     softmax_scale,
     scale_log2,
     WITH_SUM: gl.constexpr,
+    ORDERED: gl.constexpr,
+    ATOMIC: gl.constexpr,
 ):
     """Compute all gradients; one program per row and 64 heads; keys have 512 + 64 two-byte numbers.
 
-    ``grad_query`` is ``[rows, heads, 576]``, ``grad_keys`` ``[batch * key_length, 576]`` fp32 and
-    ``attention_sum`` ``[rows, topk]`` fp32. The last two are added to with atomics.
+    ``grad_query`` is ``[rows, heads, 576]`` and ``attention_sum`` ``[rows, topk]`` fp32, which is added to.
+    ``grad_keys`` is ``[batch * key_length, 576]`` fp32, or with ORDERED ``[programs' rows, topk, 576]``.
+    Without ATOMIC, it is written once.
     """
     head_blocks = gl.cdiv(heads, BLOCK)
-    row = (gl.program_id(0) // head_blocks).to(gl.int64)
+    turn = (gl.program_id(0) // head_blocks).to(gl.int64)
+    row = first_row + turn
     first_head = (gl.program_id(0) % head_blocks) * BLOCK
     base, keys, length = place_of_row(
         row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
@@ -322,7 +353,7 @@ def hopper_backward_rows_kernel(
     queries = (base, query_head, grad_base, grad_head)
     out = grad_query + row * heads * (VALUE + TAIL)
     summed = attention_sum + row * topk
-    of_batch = grad_keys + batch * key_length * (VALUE + TAIL)
+    target = target_of(grad_keys, turn * topk, batch * key_length, ORDERED)
     gl.warp_specialize(
         [
             (
@@ -341,7 +372,15 @@ def hopper_backward_rows_kernel(
             ),
             (
                 add_tiles,
-                (attended, (first_head, heads), (out, of_batch), tiles, (key_empty, ready, consumed)),
+                (
+                    attended,
+                    (first_head, heads),
+                    (out, target),
+                    tiles,
+                    (key_empty, ready, consumed),
+                    ORDERED,
+                    ATOMIC,
+                ),
             ),
         ],
         [4],

@@ -11,6 +11,8 @@ from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
 # The first name is new in Triton 3.8, the second in 3.9.
 load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _memory = gl.shared_memory_descriptor
+# Waits for all warps of the partition; the first name is new in Triton 3.7.
+group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 LOG2E: gl.constexpr = gl.constexpr(LOG2E_VALUE)
 # Keys per tile, columns of a value, and columns of the rest of a key.

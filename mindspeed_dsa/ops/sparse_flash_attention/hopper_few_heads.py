@@ -30,6 +30,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     barrier_of,
     barriers_of,
     copy_rows,
+    group_barrier,
     load_indices,
     place_of_row,
     power_of_two,
@@ -98,7 +99,7 @@ def attend_tiles(row, results, tiles, barriers, others, scale_log2, GROUP: gl.co
         highest = higher
         probabilities.index(GROUP).store(exponentials.to(query_value.dtype))
         fence_async_shared()
-        gl.barrier()
+        group_barrier()
         acc = acc * shrink[None, :]
         acc = warpgroup_mma(
             value.index(GROUP).permute((1, 0)), probabilities.index(GROUP), acc, is_async=True

@@ -3,8 +3,8 @@
 The backward recomputes the probabilities once, one tile of keys at a time over all heads. The gradient of a
 key is written once per row that selected it, for any number of heads, and on Hopper once per up to four
 neighboring rows. The gradient of the scores is stored in memory for a second kernel, which multiplies it with
-the gathered keys. Rows are split into chunks that bound this memory. With more than 32 heads on Hopper one
-kernel computes all gradients of a row, with sums in no fixed order.
+the gathered keys. Rows are split into chunks that bound this memory. On Hopper one kernel can compute all
+gradients of a row; :func:`hopper.prefers_rows` says where it does.
 """
 
 from __future__ import annotations
@@ -221,8 +221,10 @@ def backward(
         lengths = row_lengths(topk_indices, key_length)
         inputs = (query, key_value, grad_out, lse, _delta(grad_out, out))
         results = (grad_query, grad_key_value, summed)
-        if not deterministic and hopper.takes_rows(query, key_value, grad_out, value_dim):
-            hopper.gradients_of_rows(inputs, results, topk_indices, lengths, softmax_scale)
+        by_tiles = hopper.takes_backward(query, key_value, grad_out, value_dim, topk_indices.shape[2])
+        by_rows = not by_tiles or hopper.prefers_rows(query.shape[2], deterministic)
+        if by_rows and hopper.takes_rows(query, key_value, grad_out, value_dim):
+            _backward_by_rows(inputs, results, topk_indices, lengths, softmax_scale, deterministic)
         else:
             _backward_by_tiles(call, inputs, results, topk_indices, lengths, deterministic)
     else:
@@ -231,6 +233,40 @@ def backward(
         grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
     # grad_key_value: [batch * key_length, dim] -> [batch, key_length, dim]
     return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
+
+
+def _backward_by_rows(
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor, Tensor | None],
+    topk_indices: Tensor,
+    lengths: Tensor,
+    softmax_scale: float,
+    deterministic: bool,
+) -> None:
+    """Compute all gradients of a row in one kernel, and sum those of keys in row order if deterministic."""
+    grad_query, grad_keys, summed = results
+    batch, rows_of_batch, topk = topk_indices.shape
+    rows, keys, key_length = batch * rows_of_batch, len(grad_keys), len(grad_keys) // batch
+    if deterministic:
+        chunk = max(1, min(rows, tile_bytes(grad_keys) // (4 * topk * grad_keys.shape[1])))
+        gathered = grad_keys.new_empty(chunk, topk, grad_keys.shape[1])
+        # Chunks are sorted together: a sort takes up to 32 bytes per entry.
+        sorted_rows = max(1, WORKSPACE_BYTES // 32 // (chunk * topk)) * chunk
+        all_indices = topk_indices.view(rows, topk)
+        for first in range(0, rows, chunk):
+            if first % sorted_rows == 0:
+                indices = all_indices[first : first + sorted_rows]
+                order = order_by_key(key_ids(indices, first, rows_of_batch, key_length, keys), keys, chunk)
+            of_chunk = range(first, min(first + chunk, rows))
+            if hopper.adds_to_entries(inputs[0].shape[2]):
+                gathered.zero_()
+            hopper.gradients_of_rows(
+                inputs, (grad_query, gathered, summed), topk_indices, lengths, of_chunk, softmax_scale, True
+            )
+            add_ordered_rows(grad_keys, gathered[: len(of_chunk)], order, first % sorted_rows // chunk)
+    else:
+        hopper.gradients_of_rows(inputs, results, topk_indices, lengths, range(rows), softmax_scale, False)
+    grad_keys.copy_(hopper.in_order(grad_keys))
 
 
 def _backward_by_tiles(
