@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,6 +21,7 @@ from benchmarks.parts import ROOT
 from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
+from mindspeed_dsa.ops.sparse_flash_attention import hopper
 
 TOOL = "compute-sanitizer"
 HEADS = (64, 16, 128)
@@ -86,6 +88,11 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
         for operator, directions in operator_calls(sizes, torch.bfloat16, device, "triton").items():
             for direction, call in directions.items():
                 yield f"{operator} {direction}, {heads} heads", call
+                if (operator, direction) == ("sparse_flash_attention", "backward"):
+                    for deterministic in (False, True):
+                        words = "by rows, in a fixed order" if deterministic else "by rows"
+                        again = partial(_by_rows, call, deterministic)
+                        yield f"{operator} {direction} {words}, {heads} heads", again
     # A single row is a window of its own, and Triton compiles arguments that are 1 separately.
     single = operator_calls(Sizes(length=1, heads=64, **_SIZES), torch.bfloat16, device, "triton")
     yield "sparse_flash_attention backward, one row", single["sparse_flash_attention"]["backward"]
@@ -98,6 +105,17 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
     for name, operator in (("bf16", lightning_indexer), ("fp8", quantised_indexer)):
         yield f"selection, {name}", partial(operator, *operands, _SIZES["topk"], backend="triton")
     yield "grouped product of one row", partial(grouped_matmul, drawn(1, 64), drawn(3, 64, 128), [0, 1, 0])
+
+
+def _by_rows(backward: Callable[[], object], deterministic: bool) -> object:
+    """Call the backward by rows, where tiles that rows share are the default on Hopper."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with mock.patch.object(hopper, "prefers_rows", return_value=True):
+            return backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def main() -> None:

@@ -44,7 +44,8 @@ def run(device: str, quick: bool = False) -> Metrics:
         raise SystemExit("kernels-static compiles the kernels: unset TRITON_INTERPRET")
     targets, heads = (TARGETS[:1], HEADS[-1:]) if quick else (TARGETS, HEADS)
     selecting: dict[str, Any] = {}
-    tables = {f"sm_{target}": _counts(target, heads, quick, selecting) for target in targets}
+    going_back: dict[str, list[Any]] = {}
+    tables = {f"sm_{target}": _counts(target, heads, quick, selecting, going_back) for target in targets}
     kernels = [kernel for table in tables.values() for kernel in table.values()]
     spilled: dict[str, int] = {}
     for kernel in kernels:
@@ -55,12 +56,17 @@ def run(device: str, quick: bool = False) -> Metrics:
         "spill_bytes": spilled,
         "model_fraction_of_peak": _model(tables),
         "selection_ms": _selection(selecting),
+        "backward_ms": _backward(going_back),
         "kernels": tables,
     }
 
 
 def _counts(
-    target: int, heads: tuple[int, ...], quick: bool, selecting: dict[str, Any]
+    target: int,
+    heads: tuple[int, ...],
+    quick: bool,
+    selecting: dict[str, Any],
+    going_back: dict[str, list[Any]],
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of each kernel, by its name, the words of the call and the flags of its source.
 
@@ -69,15 +75,24 @@ def _counts(
         heads: numbers of heads of the attention.
         quick: the attention's kernels only.
         selecting: dict that gets Hopper's score kernels for the selection, by the words of their call.
+        going_back: dict that gets the kernels of both ways of Hopper's backward, by the words of their call.
     """
+    from benchmarks.kernels import model
+    from benchmarks.kernels.cases import WAYS
     from benchmarks.kernels.compiled import SHARED_MEMORY, compiled
     from benchmarks.kernels.selection import SCORES
 
     figures: dict[str, dict[str, Any]] = {}
-    for words, kernel in compiled(target, _calls(heads, quick), each=True):
+    for words, kernel in compiled(target, _calls(target, heads, quick), each=True):
         flags = [f"{name}={kernel.constants[name]}" for name in _FLAGS if name in kernel.constants]
         name = ", ".join([kernel.name, words, *flags])
         print(f"sm_{target}: {name}", file=sys.stderr, flush=True)
+        if words.endswith(WAYS):
+            going_back.setdefault(words, []).append(kernel)
+            # The table has the kernels of the way that is taken already.
+            taken = name.replace(f", {words.rpartition(', ')[2]}", "") in figures
+            if taken or kernel.name not in model.ATTENTION:
+                continue
         if target == TARGETS[0] and kernel.name == SCORES:
             selecting[words] = kernel
         figures[name] = {
@@ -90,11 +105,14 @@ def _counts(
     return figures
 
 
-def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
+def _calls(target: int, heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
     from benchmarks.kernels import cases, selection
 
     for count in heads:
         yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
+        for way in cases.WAYS if target == TARGETS[0] else ():
+            call = partial(cases.run_backward, torch.bfloat16, count, way, sums=(False,))
+            yield f"{count} heads, {way}", call
     if quick:
         return
     for words, sizes in INDEXERS.items():
@@ -112,6 +130,14 @@ def _selection(kernels: dict[str, Any]) -> dict[str, Any]:
 
     hopper = {name: gpu for name, gpu in model.GPUS.items() if gpu.target == TARGETS[0]}
     return {name: selection.bounds(kernels, INDEXERS, gpu) for name, gpu in hopper.items()} if kernels else {}
+
+
+def _backward(kernels: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return time bounds of both ways of the attention's backward, by Hopper GPU and number of heads."""
+    from benchmarks.kernels import backward, model
+
+    hopper = {name: gpu for name, gpu in model.GPUS.items() if gpu.target == TARGETS[0]}
+    return {name: backward.bounds(kernels, gpu) for name, gpu in hopper.items()}
 
 
 def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
@@ -155,15 +181,16 @@ def _work(words: str, kernel: Any) -> Any:
 
 def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Return fractions of peak by GPU: each kernel in each call, and the attention's backward as a whole."""
-    from benchmarks.kernels import model
+    from benchmarks.kernels import cases, model
 
+    ways = ("", *(f", {way}" for way in cases.WAYS))
     by_gpu: dict[str, dict[str, float]] = {}
     for name, gpu in model.GPUS.items():
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
-        for call in (f"{heads} heads" for heads in HEADS):
+        for call in (f"{heads} heads{way}" for heads in HEADS for way in ways):
             kernels = (
-                rf"(\w+_keys_kernel|{model.ROWS}), {call}, WITH_SUM=False",
+                rf"(\w+_keys_kernel|{'|'.join(model.ROWS)}), {call}, WITH_SUM=False",
                 rf"backward_query_kernel, {call}",
             )
             both = [row for words, row in table.items() if re.fullmatch("|".join(kernels), words)]

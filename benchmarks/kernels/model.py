@@ -47,9 +47,10 @@ _REGISTERS = 65536
 # Heads per program of the attention's forward, for kernels that support only one number. In these one group
 # of warps works between products while another one multiplies.
 _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
-ROWS = "hopper_backward_rows_kernel"
+# Kernels that compute all gradients of a row, for many and for few heads.
+ROWS = ("hopper_backward_rows_kernel", "hopper_backward_few_heads_kernel")
 _ROWS_HEADS = 64
-_HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel", ROWS)
+_HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel", *ROWS)
 SHARING = "hopper_backward_keys_kernel"
 # Mean number of rows that share a tile, measured on selections of a small model trained on text. Of 256 keys
 # two neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's
@@ -137,12 +138,13 @@ def attention(
             adds its gradient, once for all of them.
     """
     constants = kernel.constants
-    if kernel.name == ROWS:
-        programs = -(-heads // _ROWS_HEADS)
+    if kernel.name in ROWS:
+        block = constants.get("HEADS", _ROWS_HEADS)
+        programs = -(-heads // block)
         # Products: scores, gradients of probabilities, of queries, and of keys in two ways. A key is read in
         # two bytes per number, and its gradient added in four.
         width, moved = 3 * dim + 2 * value_dim, heads * (2 * dim + value_dim) * 2
-        scores, wanted = programs * _ROWS_HEADS * topk, heads * topk
+        scores, wanted = programs * block * topk, heads * topk
         return Work(
             *(programs, 2 * scores * width, 2 * wanted * width, programs * 6 * topk * dim + moved, moved),
             *(scores, 8 * scores),

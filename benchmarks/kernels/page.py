@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import backward
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/kernels-static.json"
 PAGE = ROOT / "docs/design/gpu-kernels.md"
@@ -21,7 +23,8 @@ def tables(metrics: Mapping[str, Any]) -> str:
         metrics: metrics of the case ``kernels-static``.
     """
     targets = ["\n".join(_table(target, metrics)) + "\n" for target in metrics["kernels"]]
-    return "\n".join(["\n".join(_selection(metrics)) + "\n", *targets])
+    bounds = ("\n".join(rows) + "\n" for rows in (_selection(metrics), backward.table(metrics)))
+    return "\n".join([*bounds, *targets])
 
 
 def page(text: str, metrics: Mapping[str, Any]) -> str:

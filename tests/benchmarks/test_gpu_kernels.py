@@ -64,20 +64,24 @@ def test_a_way_that_selects_otherwise_is_not_timed(small, monkeypatch):
 
 @pytest.mark.full
 def test_the_backward_is_timed_by_rows_and_by_tiles(small, monkeypatch):
-    monkeypatch.setattr(hopper, "takes_rows", lambda *_: True)
     taken = []
-    monkeypatch.setattr(cuda, "seconds", lambda *_: taken.append(hopper.takes_rows()) or 4e-3)
+
+    def seconds(*_):
+        taken.append((hopper.prefers_rows(2, False), torch.are_deterministic_algorithms_enabled()))
+        return 4e-3
+
+    monkeypatch.setattr(cuda, "seconds", seconds)
     result = backward.run(True, lambda _: None, "cpu")
-    (name,) = result
-    assert taken == [False, True]
+    name, _ = result
+    assert taken == [(False, False), (True, False), (False, True), (True, True)]
     assert result[name][backward.TILES] == result[name][backward.ROWS] == 4
     assert f"| {name} | 4 | 4 | 1.00 |" in list(backward.words({"backward": result}))
-    monkeypatch.setattr(backward.Problem, "apart", lambda *_: float(hopper.takes_rows()))
+    monkeypatch.setattr(backward.Problem, "apart", lambda *_: float(hopper.prefers_rows(2, False)))
     result = backward.run(True, lambda _: None, "cpu")
     why = "by rows differs by 1.0e+00 from the operator's own"
-    assert result[name]["refused"] == why
+    assert [row["refused"] for row in result.values()] == [why, why]
     assert backward.ROWS not in result[name]
-    assert gpu.failures({"backward": result}) == {f"backward, {name}": why}
+    assert gpu.failures({"backward": {name: result[name]}}) == {f"backward, {name}": why}
     assert list(backward.words({"backward": result})) == []
 
 
@@ -141,5 +145,6 @@ def test_every_call_under_the_tool_can_be_made(monkeypatch):
         "selection, fp8",
         "grouped product of one row",
         "indexer_kl_loss forward_backward, 2 heads",
+        "sparse_flash_attention backward by rows, in a fixed order, 2 heads",
     } < set(calls)
     assert torch.isfinite(calls["grouped product of one row"]()).all()

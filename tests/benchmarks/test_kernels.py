@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("tests.ops.triton_backend")
 
 from benchmarks.kernels import model, page, selection
+from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from tests.ops.test_triton_compile import GOOD
 from tests.support import warm
 
@@ -103,20 +104,33 @@ def test_the_committed_result_and_the_page_made_of_it():
         assert any(kernel in name for name in metrics["model_fraction_of_peak"]["H200"]), kernel
     for bounds in metrics["model_fraction_of_peak"].values():
         assert all(0 < bound <= 1 for bound in bounds.values())
-    assert "backward, 32 heads, tiles shared" in metrics["model_fraction_of_peak"]["H200"]
+    assert "backward, 32 heads, by tiles, tiles shared" in metrics["model_fraction_of_peak"]["H200"]
     text = page.PAGE.read_text()
     assert page.page(text, metrics) == text, "run python -m benchmarks.kernels.page"
 
 
+def test_the_backward_takes_the_way_with_the_lower_bound():
+    """Rows are taken if their bound is more than 5 % lower, because tiles have been timed for more heads."""
+    bounds = json.loads(page.RESULT.read_text())["metrics"]["backward_ms"]["H100"]
+    assert list(bounds) == [f"{heads} heads" for heads in (128, 64, 32, 16)]
+    for name, ms in bounds.items():
+        for mode in ("", ", deterministic"):
+            lower = ms[f"by rows{mode}"] < 0.95 * ms[f"by tiles{mode}"]
+            assert hopper.prefers_rows(int(name.split()[0]), bool(mode)) == lower, (name, mode)
+
+
 def test_a_row_reads_its_keys_and_adds_their_gradients_once_for_64_heads():
     """Two bytes are read and four added per number, with five products per pair of head and key."""
-    rows = replace(GOOD, name=model.ROWS, constants={"WITH_SUM": False})
-    one, two = (model.attention(rows, heads, 2048) for heads in (40, 128))
+    many, few = (replace(GOOD, name=name, constants={}) for name in model.ROWS)
+    one, two = (model.attention(many, heads, 2048) for heads in (40, 128))
     assert (one.programs, two.programs) == (1, 2)
     assert one.l2 == 2048 * 576 * (2 + 4) + 40 * (576 + 512 + 576) * 2
     assert two.l2 == 2 * 2048 * 576 * (2 + 4) + 128 * (576 + 512 + 576) * 2
     assert one.useful == 2 * 40 * 2048 * (3 * 576 + 2 * 512)
     assert one.flops / one.useful == 64 / 40
+    third = model.attention(replace(few, constants={"HEADS": 32}), 20, 2048)
+    assert third.l2 == 2048 * 576 * (2 + 4) + 20 * (576 + 512 + 576) * 2
+    assert third.flops / third.useful == 32 / 20
 
 
 @pytest.mark.full
@@ -139,7 +153,7 @@ def test_a_quick_run(tmp_path):
     assert metrics["serialised"] == metrics["over_limit"] == 0
     elsewhere = {
         *("hopper_forward_kernel", "forward_kernel", "attention_sum_kernel", "backward_keys_kernel"),
-        model.ROWS,
+        *model.ROWS,
     }
     assert set(metrics["spill_bytes"]) >= set(model.ATTENTION) - elsewhere
     assert set(metrics["model_fraction_of_peak"]) == {"H100", "H200"}
