@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,15 @@ SHAPES = {
     "DeepSeek-V3.2, 128 heads, 8192 tokens": Shape(
         f"{_DEEPSEEK} --num-attention-heads 128 --seq-length 8192", BF16
     ),
+    # So short that launches take most of the time, for `pays_from`.
+    **{
+        f"GLM-5.2, 64 heads, {tokens} tokens": Shape(
+            f"{_GLM} --num-attention-heads 64 --seq-length {tokens}", BF16
+        )
+        for tokens in (2048, 1024, 512)
+    },
 }
+_TRACED = "DeepSeek-V3.2, 128 heads, 8192 tokens"
 _LATER = "its time was not reached"
 QUICK = {"tiny, fp32": Shape(TINY, FP32)}
 
@@ -72,8 +82,8 @@ def run(
     """Return each side's figures, or its error, and their comparison, by shape.
 
     Args:
-        folder: folder for ``trace.json`` of the last shape's fused step, whose figures get ``kernels``. None
-            for no trace.
+        folder: folder for ``trace.json`` of a fused step of the largest shape, or of the last one without
+            it. Its figures get ``kernels``. None for no trace.
         quick: a tiny model only.
         tell: callback that gets the figures so far.
         shapes: shapes to run; default: :data:`SHAPES`, or :data:`QUICK` if ``quick``.
@@ -83,8 +93,8 @@ def run(
     figures: dict[str, Any] = {}
     # Run fused steps first: they matter most if the time runs out.
     for name, shape in shapes.items():
-        last = name == list(shapes)[-1]
-        trace = folder / "trace.json" if last and folder is not None else None
+        traced = name == (_TRACED if _TRACED in shapes else list(shapes)[-1])
+        trace = folder / "trace.json" if traced and folder is not None else None
         figures[name] = {"stock": _LATER, "fused": measure(f"--use-fused-dsa {shape.flags}", trace)}
         if isinstance(figures[name]["fused"], str):
             figures[name] = compared(figures[name], shape)
@@ -116,6 +126,27 @@ def compared(sides: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     if "peak_mib" in stock:
         comparison["peak_ratio"] = stock["peak_mib"] / fused["peak_mib"]
     return comparison
+
+
+def pays_from(found: Mapping[str, Mapping[str, Any]]) -> dict[str, int | None]:
+    """Return the number of tokens from which fused DSA is not slower than stock, by model and heads.
+
+    None if it is slower at the largest number. Models that were compared at one number only are left out.
+
+    Args:
+        found: comparisons by shape, as :func:`run` returns them.
+    """
+    speedups: dict[str, dict[int, float]] = {}
+    for name, comparison in found.items():
+        match = re.fullmatch(r"(.+), (\d+) tokens", name)
+        if match is not None and "speedup" in comparison:
+            speedups.setdefault(match[1], {})[int(match[2])] = comparison["speedup"]
+    least: dict[str, int | None] = {}
+    for model, by_tokens in speedups.items():
+        if len(by_tokens) > 1:
+            fast = takewhile(lambda each: each[1] >= 1, sorted(by_tokens.items(), reverse=True))
+            least[model] = min((tokens for tokens, _ in fast), default=None)
+    return least
 
 
 def measure(flags: str, trace: Path | None = None, deterministic: bool = False) -> dict[str, Any] | str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu import backward, beside, selection
+from benchmarks.gpu.layer import pays_from
 from benchmarks.gpu.streams import least_tokens
 from benchmarks.parts import rows_of, table
 
@@ -112,6 +113,9 @@ def layers(found: Mapping[str, Any]) -> Iterator[str]:
         for side in ("stock", "fused"):
             if isinstance(sides[side], str):
                 yield f"* {name}, {side}: {sides[side]}"
+    for model, tokens in pays_from(layer).items():
+        less = "is slower than stock" if tokens is None else f"pays from {tokens} tokens on"
+        yield f"* {model}: fused DSA {less}"
 
 
 def features(found: Mapping[str, Any]) -> Iterator[str]:

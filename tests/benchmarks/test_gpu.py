@@ -126,6 +126,18 @@ def test_every_test_that_can_run_on_the_device_does():
     assert {folder / "test_dense_attention.py", folder / "test_fp16_gradients.py"} < found
 
 
+def test_the_number_of_tokens_from_which_fused_dsa_pays():
+    def found(**speedups):
+        rows = {f"{name[0]}, 64 heads, {name[1:]} tokens": x for name, x in speedups.items()}
+        return {name: {"speedup": x, "stock": {}, "fused": {}} for name, x in rows.items()}
+
+    layers = found(A512=1.5, A1024=0.9, A2048=1.0, A4096=3, B512=0.5, B4096=0.8, C4096=2)
+    assert layer.pays_from(layers) == {"A, 64 heads": 2048, "B, 64 heads": None}
+    text = list(words.layers({"layer": layers}))
+    assert "* A, 64 heads: fused DSA pays from 2048 tokens on" in text
+    assert "* B, 64 heads: fused DSA is slower than stock" in text
+
+
 def test_outcomes_are_read_from_pytests_record():
     record = """<testsuites><testsuite>
         <testcase classname="tests.ops.test_a" name="test_1"/>
