@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KINDS = {
+
+def in_release(name: str) -> bool:
+    """Return whether the installed transformers has the model of a name in :data:`KINDS`."""
+    try:
+        files = distribution("transformers")
+    except PackageNotFoundError:
+        return True
+    return Path(str(files.locate_file(f"transformers/models/{name.partition(' ')[0]}"))).is_dir()
+
+
+_KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "deepseek_v32 yarn": {
         "rope_parameters": {
@@ -47,7 +59,12 @@ KINDS = {
         "shared_experts_intermediate_size": 16,
     },
 }
+KINDS = {name: values for name, values in _KINDS.items() if in_release(name)}
 """Configurations by name, which begins with the ``model_type``; where layers share, some have no indexer."""
+FAMILIES = [name for name in KINDS if name in (
+    "deepseek_v32", "glm_moe_dsa sharing", "axk2", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"
+)]  # fmt: skip
+"""One configuration of each family."""
 CLASSES = {
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),

@@ -14,7 +14,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_dsa.integrations.transformers import apply_dsa
-from tests.hosts.transformers.models import INPUTS, TOPK, build, close, layers_of, tokens, without_fp32
+from tests.hosts.transformers.models import (
+    FAMILIES,
+    INPUTS,
+    TOPK,
+    build,
+    close,
+    layers_of,
+    tokens,
+    without_fp32,
+)
 from tests.ops import oracle
 
 pytestmark = pytest.mark.full
@@ -74,19 +83,9 @@ def expected_losses(model, stage, inputs, monkeypatch):
     return losses, {layer: layers_of(model)[layer].self_attn.indexer for layer in having}
 
 
-NAMES = [
-    "deepseek_v32",
-    "glm_moe_dsa sharing",
-    "axk2",
-    "hy_v4 sharing",
-    "mistral_large4 sharing",
-    "dots3_note",
-]
-
-
 @pytest.mark.parametrize("kind", ["causal", "left padding", "right padding", "packed"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeypatch):
     model = build(name)
     losses, indexers = expected_losses(model, stage, INPUTS[kind], monkeypatch)
@@ -102,7 +101,7 @@ def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeyp
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_losses_and_their_gradients_are_the_formula_s_in_fp64(name, stage, monkeypatch):
     without_fp32(monkeypatch)
     model = build(name, experts_implementation="eager").double()
@@ -125,7 +124,7 @@ def gradients(model, **options):
     return output, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not(name):
     model = build(name)
     plain, without = gradients(model)
@@ -154,7 +153,7 @@ def test_microbatches_weigh_as_their_tokens_do():
     assert close(plain, model(tokens(), labels=labels, num_items_in_batch=100).loss)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
     model = build(name)
     in_use = apply_dsa(model, loss_coeff=0.5)

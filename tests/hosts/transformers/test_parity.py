@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from mindspeed_dsa.integrations.transformers import NAME, apply_dsa, masks
-from tests.hosts.transformers.models import INPUTS, KINDS, build, close, layers_of, tokens, without_fp32
+from tests.hosts.transformers.models import (
+    FAMILIES,
+    INPUTS,
+    KINDS,
+    build,
+    close,
+    layers_of,
+    tokens,
+    without_fp32,
+)
 from tests.npu.counting import counted
 
 pytestmark = pytest.mark.full
@@ -190,13 +199,10 @@ WAYS = {
     "no cache": {"use_cache": False},
     "prefill in chunks": {"prefill_chunk_size": 16},
 }
-GENERATING = [
-    "deepseek_v32", "glm_moe_dsa sharing", "axk2", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_generated_tokens_are_eager_s(name, way):
     """Includes left padding, and rows after a cache with more keys than a row selects."""
     model = build(name).eval()

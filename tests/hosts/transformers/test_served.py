@@ -14,11 +14,12 @@ import torch
 from torch.autograd import grad
 
 from mindspeed_dsa.integrations.transformers import apply_dsa, layers
-from tests.hosts.transformers.models import INPUTS, TOPK, build, close, tokens
+from tests.hosts.transformers.models import INPUTS, KINDS, TOPK, build, close, tokens
 
 pytestmark = pytest.mark.full
 
 KIND = "glm_moe_dsa serving"
+KINDS_SERVING = [name for name in KINDS if name.endswith(" serving")]
 SERVED = [0, 1, 2]
 
 
@@ -161,7 +162,7 @@ def test_own_is_unchanged_and_served_changes_only_indexers_that_serve(stage):
 
 @pytest.mark.parametrize("kind", ["left padding", "packed", "few keys"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-@pytest.mark.parametrize("name", [KIND, "hy_v4 serving"])
+@pytest.mark.parametrize("name", KINDS_SERVING)
 def test_padding_packs_and_short_texts_have_the_losses_of_an_indexer_in_each_layer(name, stage, kind):
     """A layer that has a copy of the indexer's operands and its own attention has the same loss."""
     model = build(name)
@@ -207,7 +208,7 @@ def test_evaluation_and_frozen_indexers_have_no_loss():
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "indexers"])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
-@pytest.mark.parametrize("name", [KIND, "hy_v4 serving"])
+@pytest.mark.parametrize("name", KINDS_SERVING)
 def test_recomputed_layers_have_the_same_bits(name, stage, frozen):
     model = build(name)
     in_use = apply_dsa(model, stage=stage, loss_coeff=0.5, indexer_loss_layers="served")

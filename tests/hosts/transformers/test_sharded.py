@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.integrations.transformers import apply_dsa
-from tests.hosts.transformers.models import build, tokens
+from tests.hosts.transformers.models import FAMILIES, build, tokens
 from tests.hosts.transformers.sharded import TRAINED, WRAPPED
 
 pytestmark = pytest.mark.full
@@ -34,7 +34,7 @@ def test_losses_and_gradients_are_those_of_one_process(pool, wrapped, kind):
     assert run(pool, "compare_all", kind=kind, cases=cases) == [{}, {}]
 
 
-@pytest.mark.parametrize("kind", ["axk2", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"])
+@pytest.mark.parametrize("kind", [name for name in FAMILIES if name not in KINDS])
 def test_indexers_of_other_families_learn_in_wrapped_layers(pool, kind):
     """Their layers have other modules behind the attention, and some pass keys on to later layers."""
     parts = ("indexers", "one indexer", "indexers and a layer between")
