@@ -56,8 +56,9 @@ def compare(name, kind, **options):
     assert calls == [NAME] * len(layers_of(model))
     assert close(ours, logits)
     assert of_ours.keys() == gradients.keys()
-    # Scales of whole streams and of angles are sums in which fp32 cancels; fp64 compares them below.
-    several = [key for key in gradients if gradients[key].numel() >= 8]
+    # Scales and offsets of whole streams, and scales of angles, are sums in which fp32 cancels; fp64 compares
+    # them below.
+    several = [key for key in gradients if gradients[key].numel() >= 8 and not key.endswith("_hc.base")]
     assert [key for key in several if not close(of_ours[key], gradients[key])] == []
     in_use.undo()
     again, _ = step(model, INPUTS[kind])
