@@ -79,6 +79,15 @@ def count_integers() -> None:
     torch.histc = histc
 
 
+def sort_without_triton() -> None:
+    """Let TorchTitan 0.2's experts compute the order of their tokens on the CPU, by its own reference."""
+    from functools import partial
+
+    from torchtitan.models.moe import utils
+
+    utils.generate_permute_indices = partial(utils.generate_permute_indices, use_cpu=True)
+
+
 # -- records -----------------------------------------------------------------------------------
 
 calls: Counter[str] = Counter()
@@ -248,6 +257,7 @@ if __name__ == "__main__":
         from tests.hosts.torchtitan import flavors
 
         count_integers()
+        sort_without_triton()
         flavors.add()
     if "TITAN_RECORD" in os.environ:
         count_calls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import tomllib
@@ -15,7 +16,21 @@ from tests.hosts.torchtitan import jobs
 
 EXAMPLE = jobs.ROOT / "examples" / "torchtitan_job"
 TOML = EXAMPLE / "deepseek_v32.toml"
+SMALL = {"topk": 8, "index_heads": 4, "index_dim": 32}
 RANKS = 8
+LAYOUT = {
+    "tensor_parallel_degree": 2,
+    "pipeline_parallel_degree": 2,
+    "context_parallel_degree": 2,
+    "expert_parallel_degree": 4,
+    # Four layers in four stages: a stage without layers cannot be context parallel.
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+
+
+def words(section: str, **settings: Any) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{section}.{name}", str(value))]
 
 
 def test_both_releases_have_the_same_settings():
@@ -72,3 +87,22 @@ def test_the_configuration_trains_on_eight_ranks_and_resumes(tmp_path):
     whole = jobs.train(folder, RANKS, given)
     rest = jobs.train(folder, RANKS, [*given, "--checkpoint.load_step", "5"])
     assert_trained_and_resumed(whole, rest, FUNCTIONS | {"permute", "unpermute"})
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not jobs.OLD.is_dir(), reason="TorchTitan 0.2: make test-hosts")
+def test_the_file_trains_on_eight_ranks_and_resumes(tmp_path):
+    folder = jobs.files(tmp_path)
+    given = [
+        *("--job.config_file", str(TOML), "--model.flavor", "tiny", "--debug.seed", "7"),
+        *words("dsa", **SMALL),
+        *words("training", local_batch_size=4, seq_len=64, steps=10, mixed_precision_param="float32"),
+        *words("parallelism", **LAYOUT),
+        *words("lr_scheduler", warmup_steps=1),
+        *words("metrics", log_freq=1),
+        *words("checkpoint", interval=5),
+        "--checkpoint.no-last_save_model_only",
+    ]
+    whole = jobs.train(folder, RANKS, given, PYTHONPATH=str(jobs.OLD))
+    rest = jobs.train(folder, RANKS, [*given, "--checkpoint.load_step", "5"], PYTHONPATH=str(jobs.OLD))
+    assert_trained_and_resumed(whole, rest, FUNCTIONS)
