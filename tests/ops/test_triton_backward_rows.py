@@ -106,13 +106,13 @@ def test_heads_that_it_takes(heads, taken, monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "topk", "deterministic", "by_rows"),
     [
-        *((16, 2048, False, False), (17, 2048, False, True), (128, 2048, False, True)),
+        *((32, 2048, False, False), (33, 2048, False, True), (128, 2048, False, True)),
         *((129, 2048, False, False), (64, 2048, True, False)),
-        # Tiles have at most 8192 entries of a row.
-        *((16, 8193, False, True), (64, 8193, True, True)),
+        # Shared tiles have at most 8192 entries of a row; plain tiles serve more.
+        *((16, 8193, False, False), (64, 8193, False, True), (64, 8193, True, False)),
     ],
 )
-def test_the_way_with_the_lower_bound_is_taken(heads, topk, deterministic, by_rows, monkeypatch):
+def test_a_way_that_a_gpu_has_run_is_taken(heads, topk, deterministic, by_rows, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
     monkeypatch.setattr(hopper, "interpreted", lambda: False)
     seen = []

@@ -221,8 +221,7 @@ def backward(
         lengths = row_lengths(topk_indices, key_length)
         inputs = (query, key_value, grad_out, lse, _delta(grad_out, out))
         results = (grad_query, grad_key_value, summed)
-        by_tiles = hopper.takes_backward(query, key_value, grad_out, value_dim, topk_indices.shape[2])
-        by_rows = not by_tiles or hopper.prefers_rows(query.shape[2], deterministic)
+        by_rows = hopper.prefers_rows(query.shape[2], deterministic)
         if by_rows and hopper.takes_rows(query, key_value, grad_out, value_dim):
             _backward_by_rows(inputs, results, topk_indices, lengths, softmax_scale, deterministic)
         else:
