@@ -1,10 +1,11 @@
 """An interpreter for Gluon kernels: it runs the source of the Hopper kernels on CPU tensors.
 
 Triton's interpreter does not support Gluon. This one implements the operations that the kernels use, for one
-program after another. Register layouts do not change values and are ignored. Everything asynchronous happens
-as late as the kernel allows: copies to shared memory when they arrive at their barrier, products when the
-kernel waits for them. A kernel that reads or frees a buffer too early therefore gets wrong numbers, because
+program after another. Register layouts do not change values and are ignored. Copies to shared memory happen
+when the kernel tells its barrier of them, products when the kernel waits for them. A kernel that frees a
+buffer before its products are done, or reads another partition's copy too early, gets wrong numbers, because
 shared memory starts as NaN. Partitions of a warp-specialized kernel are threads of which one runs at a time.
+It does not see missing fences, missing barriers between warps, or missing waits for a partition's own copies.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: in
 
 
 def prefers_rows(heads: int, deterministic: bool) -> bool:
-    """Return whether :func:`gradients_of_rows` is faster than :func:`gradients_of_keys` on a GPU.
+    """Return whether the model bounds :func:`gradients_of_rows` by less time, and a GPU has run its kernel.
 
     With 17 to 32 heads the model bounds its time by less, but no GPU has run its kernel for up to 32 heads.
     In a fixed order a gradient per entry passes through memory, and a tile has fewer if rows share it.
