@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("tests.ops.triton_backend")
 
 from benchmarks.kernels import model, page, selection
-from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from tests.ops.test_triton_compile import GOOD
+from tests.ops.triton_backend import hopper
 from tests.support import warm
 
 H200 = model.GPUS["H200"]

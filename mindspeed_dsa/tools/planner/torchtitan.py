@@ -216,6 +216,11 @@ def _training(
             f"TorchTitan fills the pipeline again for each of {batch // all_local} accumulated passes; "
             "planned is one filling"
         )
+    if piped and settings["model.name"] == _REDUCES_EACH_MICROBATCH:
+        notes.append(
+            "planned with TorchTitan-npu's change of torch: FSDP reduces gradients in every microbatch; "
+            "torch's own pipelines keep whole gradients until the last one"
+        )
     compiled = settings["compile.enable"] and "model" in settings["compile.components"]
     if compiled:
         notes.append("compiled layers are planned as fused norms and activations; the rest is NOT planned")
@@ -284,6 +289,10 @@ def _recomputation(settings: Settings, layout: Layout, model: Model, notes: list
     return model.layers // (layout.pp * layout.vpp) // int(option), False
 
 
+_REDUCES_EACH_MICROBATCH = "deepseek_v32"
+"""TorchTitan-npu's model, whose recipe changes torch so that gradients are reduced in every microbatch."""
+
+
 def _sharding(settings: Settings, layout: Layout) -> Sharding:
     """Return the sharding: FSDP2 divides all weights, and torch's pipelines keep gradients whole.
 
@@ -297,5 +306,5 @@ def _sharding(settings: Settings, layout: Layout) -> Sharding:
         experts=True,
         weight=2 if settings["training.dtype"] == "bfloat16" else 4,
         stays=policy == "never" or (policy == "default" and layout.pp > 1),
-        whole=layout.pp > 1 and settings["model.name"] != "deepseek_v32",
+        whole=layout.pp > 1 and settings["model.name"] != _REDUCES_EACH_MICROBATCH,
     )

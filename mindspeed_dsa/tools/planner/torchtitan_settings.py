@@ -81,6 +81,13 @@ OTHERS: Mapping[str, str] = {
     "debug": "seed deterministic deterministic_warn_only",
 }
 """Settings of the same sections that a plan does not depend on."""
+OTHER_SECTIONS = frozenset(
+    (
+        "job profiling metrics lr_scheduler checkpoint memory_estimation fault_tolerance quantize comm "
+        "validation experimental"
+    ).split()
+)
+"""Sections that a plan does not depend on; a job's own configuration module can add more to a file."""
 
 
 def is_file(words: Sequence[str]) -> bool:
@@ -131,6 +138,10 @@ def read(words: Sequence[str]) -> Settings:
     sections = {
         name: {**DEFAULTS.get(name, {}), **OURS.get(name, {})} for name in dict.fromkeys([*DEFAULTS, *OURS])
     }
+    for section in content:
+        # A module of the job adds sections of its own.
+        if not content.get("job", {}).get("custom_config_module"):
+            _check_section(file, section, sections)
     for section, keys in sections.items():
         in_file = content.get(section, {})
         if not isinstance(in_file, dict):
@@ -146,6 +157,8 @@ def read(words: Sequence[str]) -> Settings:
     for key, values in _overrides(file, words[1:]):
         section, _, name = key.partition(".")
         if section not in sections:
+            if section not in content:
+                _check_section(file, section, sections)
             continue
         on = not name.startswith(("no-", "no_"))
         name = (name if on else name[3:]).replace("-", "_")
@@ -153,6 +166,14 @@ def read(words: Sequence[str]) -> Settings:
         if name in sections[section]:
             sections[section][name] = _value(file, key, values, sections[section][name], on)
     return Settings(file, sections)
+
+
+def _check_section(file: str, section: str, sections: Mapping[str, Any]) -> None:
+    every = [*sections, *OTHER_SECTIONS]
+    if section not in every:
+        near = difflib.get_close_matches(section, every, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"TorchTitan has {', '.join(sorted(every))}"
+        raise SettingsError(f"{WHO}: {file}: TorchTitan has no section [{section}]; {hint}")
 
 
 def _check_known(file: str, section: str, key: str, keys: Mapping[str, Any]) -> None:
@@ -184,10 +205,10 @@ def _value(file: str, key: str, words: Sequence[str], before: Any, on: bool) -> 
     """Return the value of an override, with the type of the value that it replaces."""
     if isinstance(before, bool) and not words:
         return on
-    if isinstance(before, list):
-        return list(words)
     try:
         (word,) = words
+        if isinstance(before, list):
+            return [each for each in word.split(",") if each]  # as TorchTitan does
         if isinstance(before, bool):
             return {"true": True, "false": False}[word.lower()]
         return (int if before is None else type(before))(word)

@@ -32,7 +32,7 @@ context_parallel_degree = 16
 mode = "full"
 """
 EXPERT = 3 * 7168 * 2048
-DENSE = "--model.name llama3 --model.flavor 8B --model.converters --parallelism.expert_parallel_degree 1"
+DENSE = "--model.name llama3 --model.flavor 8B --model.converters= --parallelism.expert_parallel_degree 1"
 ALONE = "--parallelism.pipeline_parallel_degree 1 --parallelism.context_parallel_degree 1"
 
 
@@ -135,8 +135,8 @@ def test_recomputation_and_converters_change_what_is_kept(job):
 
     modes = [f"--activation_checkpoint.mode {mode}" for mode in ("full", "selective", "none")]
     assert kept(modes[0]) < kept(modes[1]) < kept(modes[2])
-    named = f"{modes[2]} --model.converters npu_dsa npu_rms_norm"
-    assert kept(named) > kept(f"{named} npu_permute")
+    named = f"{modes[2]} --model.converters npu_dsa,npu_rms_norm"
+    assert kept(named) > kept(f"{named},npu_permute")
     assert kept(named) < kept(f"{modes[2]} --model.converters npu_dsa")
 
 
@@ -158,12 +158,13 @@ def test_sizes_of_a_configuration(job):
             "--parallelism.tensor_paralel_degree 2",
             "has no setting 'tensor_paralel_degree'.* tensor_parallel_degree",
         ),
+        ("--trainning.seq_len 4096", r"no section \[trainning\]; did you mean training"),
         ("--training.seq_len many", "--training.seq_len many is no value of it"),
         ("--training.seq_len 0", r"\[training\] seq_len = 0: give 1 or more"),
         ("--num-layers 3", "--num-layers: settings behind .*job.toml are TorchTitan's"),
         ("many", "'many' behind .*job.toml is no setting"),
         ("--activation_checkpoint.mode memory_budget", "give none, selective or full"),
-        ("--model.converters npu_dsa float8", "plans know no float8, but npu_dsa, "),
+        ("--model.converters npu_dsa,float8", "plans know no float8, but npu_dsa, "),
         ("--model.flavor 16B", "flavor = '16B': the sizes of this deepseek_v3 are not known; give --config"),
         ("--parallelism.data_parallel_shard_degree 2", "the degrees make 256 devices, not 128"),
         ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "give 1F1B, Interleaved1F1B or DualPipeV"),
@@ -189,6 +190,7 @@ def test_files_that_are_refused(tmp_path):
     texts = {
         "[model": "cannot be read",
         "model = 3": r"write \[model\]",
+        "[parallelisms]\ntensor_parallel_degree = 8": "did you mean parallelism",
         "[model]\nconverters = 'npu_dsa'": "converters = 'npu_dsa': give list",
         "[training]\nseq_len = '8k'": "seq_len = '8k': give int",
     }
@@ -205,6 +207,7 @@ def test_the_command(job, tmp_path, capsys):
     assert main([*command, changed, "--", str(file), "--model.name", "deepseek_v32"]) == 0
     said = capsys.readouterr().out
     assert "TP4 PP2 VPP2 EP64 CP16 on 128 x a3: fits" in said
+    assert "planned with TorchTitan-npu's change of torch" in said
     assert "with --parallelism.expert_parallel_degree 32" in said
     whole = plan.make(job("--model.name deepseek_v32"), device("a3"))
     assert json.loads(record.read_text())["memory"][1]["total"] == whole.ranks[1].total
