@@ -7,9 +7,11 @@ import re
 from typing import Any
 
 import pytest
-import tomllib
 
+pytest.importorskip("tomllib", reason="Python 3.11 or later")
 pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3: make test-hosts")
+
+import tomllib
 
 from examples.torchtitan_job import config_registry
 from tests.hosts.torchtitan import jobs

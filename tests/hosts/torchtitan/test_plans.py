@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("torchtitan", reason="TorchTitan: make test-hosts")
+
 from mindspeed_dsa.integrations.torchtitan import CONVERTERS
 from mindspeed_dsa.tools.planner import sizes, torchtitan, torchtitan_settings
 from tests.hosts.torchtitan import jobs
