@@ -5,7 +5,8 @@ program after another. Register layouts do not change values and are ignored. Co
 when the kernel tells its barrier of them, products when the kernel waits for them. A kernel that frees a
 buffer before its products are done, or reads another partition's copy too early, gets wrong numbers, because
 shared memory starts as NaN. Partitions of a warp-specialized kernel are threads of which one runs at a time.
-It does not see missing fences, missing barriers between warps, or missing waits for a partition's own copies.
+The interpreter does not see missing fences, missing barriers between warps, or missing waits for a
+partition's own copies.
 """
 
 from __future__ import annotations

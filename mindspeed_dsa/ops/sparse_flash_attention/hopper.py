@@ -175,8 +175,8 @@ def gradients_of_keys(
 def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
     """Return whether :func:`gradients_of_rows` supports these operands.
 
-    They must have up to 128 heads. Then at most two programs add to each sum of probabilities over heads, so
-    the order of the atomic additions does not change it.
+    Operands must have up to 128 heads. Then at most two programs add to each sum of probabilities over
+    heads, so the order of the atomic additions does not change it.
     """
     return query.shape[2] <= _SUMMED_HEADS and takes(query, key_value, value_dim) and _in_lines(grad_out)
 

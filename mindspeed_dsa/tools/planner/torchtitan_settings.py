@@ -1,6 +1,7 @@
 """Settings of TorchTitan 0.2's jobs: a TOML file, and words that override it as on the command line.
 
-:data:`DEFAULTS` has the settings that a plan depends on. Settings in other sections are not read.
+:data:`DEFAULTS` has the settings that a plan depends on. The sections in :data:`OTHER_SECTIONS` are not
+read, and unknown ones are errors.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ def theirs():
 
 def test_settings_are_those_of_torchtitan(theirs):
     settings, _, _ = theirs
+    assert settings.keys() == {*torchtitan_settings.DEFAULTS, *torchtitan_settings.OTHER_SECTIONS}
     for section, defaults in torchtitan_settings.DEFAULTS.items():
         assert {**settings[section], **defaults} == settings[section]
         ours = {*torchtitan_settings.OURS.get(section, {}), *defaults}
