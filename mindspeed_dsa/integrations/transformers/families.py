@@ -129,21 +129,22 @@ _MISTRAL = _family(
     query_scale="softmax_scaling",
 )
 _DOTS = _family("dots3_note", "Dots3NoteText", _PAIRS, window="sliding_window")
+_HY: dict[str, Any] = {
+    "rope_at": "last",
+    "wide_key_norm": True,
+    # The residual streams are mixed before each norm.
+    "after_attention": ("ffn_hc",),
+    "after_layers": ("hc_head",),
+}
+_HY_WITH_IMAGES = _family("hy_v4_vl", "HYV4VL", _HALVES, decoder="HYV4VLTextModel", **_HY)
 
 FAMILIES = {
     "deepseek_v32": _family("deepseek_v32", "DeepseekV32", _HALVES),
     "glm_moe_dsa": _family("glm_moe_dsa", "GlmMoeDsa", _PAIRS),
     "axk2": _family("axk2", "AXK2", _HALVES),
-    "hy_v4": _family(
-        "hy_v4",
-        "HYV4",
-        _HALVES,
-        rope_at="last",
-        wide_key_norm=True,
-        # The residual streams are mixed before each norm.
-        after_attention=("ffn_hc",),
-        after_layers=("hc_head",),
-    ),
+    "hy_v4": _family("hy_v4", "HYV4", _HALVES, **_HY),
+    "hy_v4_vl": _HY_WITH_IMAGES,
+    "hy_v4_vl_text": _HY_WITH_IMAGES,
     "mistral_large4": _MISTRAL,
     "mistral_large4_text": _MISTRAL,
     "dots3_note": _DOTS,

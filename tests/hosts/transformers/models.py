@@ -38,6 +38,11 @@ _KINDS: dict[str, dict[str, Any]] = {
     "hy_v4": {"indexer_types": ["full", "full", "full"]},
     "hy_v4 sharing": {"indexer_types": ["full", "shared", "full"]},
     "hy_v4 serving": {"indexer_types": ["full", "shared", "shared", "full"], "num_hidden_layers": 4},
+    "hy_v4_vl": {
+        "indexer_types": ["full", "shared", "full"],
+        # A share of the 4 pairs of rotated dimensions for times, heights and widths.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    },
     "mistral_large4": {"no_rope_layers": [1, 0, 1]},
     "mistral_large4 sharing": {
         "no_rope_layers": [1, 0, 1, 0],
@@ -62,7 +67,8 @@ _KINDS: dict[str, dict[str, Any]] = {
 KINDS = {name: values for name, values in _KINDS.items() if in_release(name)}
 """Configurations by name, which begins with the ``model_type``; where layers share, some have no indexer."""
 FAMILIES = [name for name in KINDS if name in (
-    "deepseek_v32", "glm_moe_dsa sharing", "axk2", "hy_v4 sharing", "mistral_large4 sharing", "dots3_note"
+    "deepseek_v32", "glm_moe_dsa sharing", "axk2", "hy_v4 sharing", "hy_v4_vl", "mistral_large4 sharing",
+    "dots3_note",
 )]  # fmt: skip
 """One configuration of each family."""
 CLASSES = {
@@ -70,6 +76,7 @@ CLASSES = {
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "axk2": ("AXK2Config", "AXK2ForCausalLM"),
     "hy_v4": ("HYV4Config", "HYV4ForCausalLM"),
+    "hy_v4_vl": ("HYV4VLTextConfig", "HYV4VLForConditionalGeneration"),
     "mistral_large4": ("MistralLarge4TextConfig", "MistralLarge4ForConditionalGeneration"),
     "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM"),
 }
@@ -126,21 +133,25 @@ def with_images(text: Any) -> Any:
     """Return a configuration with a small vision tower before the text model."""
     import transformers
 
-    vision = {
-        "model_type": "pixtral",
+    vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "image_size": 8,
         "patch_size": 4,
     }
-    return transformers.MistralLarge4Config(
+    if text.model_type == "hy_v4_vl_text":
+        vision |= {"out_hidden_size": text.hidden_size, "max_image_size": 8}
+        of_config, others = "HYV4VLConfig", {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY}
+    else:
+        vision |= {"model_type": "pixtral", "image_size": 8}
+        of_config, others = "MistralLarge4Config", {"image_token_index": VOCABULARY - 1}
+    return getattr(transformers, of_config)(
         text_config=text,
         vision_config=vision,
-        image_token_index=VOCABULARY - 1,
         attn_implementation=text._attn_implementation,
         experts_implementation=text._experts_implementation,
+        **others,
     )
 
 

@@ -77,6 +77,27 @@ def test_logits_and_gradients_are_sdpa_s(name):
     compare(name, "causal", attn_implementation="sdpa")
 
 
+@pytest.mark.skipif("hy_v4_vl" not in KINDS, reason="not in this release of transformers")
+def test_positions_of_images_are_rotated_by_time_height_and_width():
+    """After 5 tokens of text come 4 rows of 6 tokens each; the first axis separates two documents."""
+    image = torch.meshgrid(torch.arange(1), torch.arange(4), torch.arange(6), indexing="ij")
+    grid = torch.stack(image).flatten(1).long() + 5
+    text = torch.arange(5).expand(3, -1)
+    positions = torch.cat([text, grid, torch.arange(11).expand(3, -1)], dim=1)
+    of_text = torch.cat([torch.arange(29), torch.arange(11)])
+    inputs = {"input_ids": tokens(1), "position_ids": torch.cat([of_text[None], positions])[:, None]}
+    model = build("hy_v4_vl")
+    logits, gradients = step(model, inputs)
+    gradients = {key: x.clone() for key, x in gradients.items()}
+    without_image = {**inputs, "position_ids": of_text.expand(4, 1, -1)}
+    assert not close(step(model, without_image)[0], logits, 1e-2)
+    apply_dsa(model)
+    ours, of_ours = step(model, inputs)
+    assert close(ours, logits)
+    weights = [key for key in gradients if key.endswith("_proj.weight")]
+    assert [key for key in weights if not close(of_ours[key], gradients[key])] == []
+
+
 @pytest.mark.parametrize("kind", ["causal", "left padding"])
 @pytest.mark.parametrize("name", [name for name in KINDS if "yarn" not in name])
 def test_logits_and_gradients_in_fp64_are_eager_s(name, kind, monkeypatch):
