@@ -91,7 +91,7 @@ class Family:
         return key.to(hidden.dtype) if self.wide_key_norm else key
 
     def rotated(self, indexer: Any, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
-        """Return queries and keys with the rotary embedding; shapes as from :meth:`query` and :meth:`key`.
+        """Return queries and keys with the rotary embedding; shapes and dtypes as of the arguments.
 
         Args:
             indexer: transformers' indexer.
@@ -107,7 +107,8 @@ class Family:
         if self.rope_at == "last":
             still, turning = slice(None, -rope), slice(-rope, None)
         turned = self.named(self.rotate)(query[..., turning], key[..., turning], *angles, unsqueeze_dim=2)
-        pairs = zip(turned, (query[..., still], key[..., still]), strict=True)
+        # Angles of dots3_note are fp32 in a bf16 model; NPUs' fused indexer takes 16-bit operands only.
+        pairs = ((x.to(y.dtype), y[..., still]) for x, y in zip(turned, (query, key), strict=True))
         query, key = (torch.cat(pair if self.rope_at == "first" else pair[::-1], dim=-1) for pair in pairs)
         return query, key.squeeze(2)
 
