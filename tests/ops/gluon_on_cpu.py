@@ -1,19 +1,22 @@
 """An interpreter for Gluon kernels: it runs the source of the Hopper kernels on CPU tensors.
 
 Triton's interpreter does not support Gluon. This one implements the operations that the kernels use, for one
-program after another. Register layouts do not change values and are ignored. Copies to shared memory happen
-when the kernel tells its barrier of them, products when the kernel waits for them. A kernel that frees a
-buffer before its products are done, or reads another partition's copy too early, gets wrong numbers, because
-shared memory starts as NaN. Partitions of a warp-specialized kernel are threads of which one runs at a time.
-The interpreter does not see missing fences, missing barriers between warps, or missing waits for a
-partition's own copies.
+program after another. Register layouts do not change values and are ignored. Products happen when the kernel
+waits for them. Partitions of a warp-specialized kernel are threads of which one runs at a time.
+
+A missing wait, arrival or fence fails, in whatever order partitions run: ``races`` follows copies and
+products until the kernel has waited for them. Shared memory starts as NaN. Not seen are barriers between the
+warps of a partition (``group_barrier``), which is one thread here, and the order of accesses to global
+memory.
 """
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper as instructions
 
 from mindspeed_dsa.ops.sparse_flash_attention import hopper_common
+from tests.ops.races import COPIES, ITSELF, PRODUCTS, Knowledge, Partition, Record
 
 # Threads of a copying warp group: each arrives at the barrier of its copies.
 _COPYING = 128
@@ -94,38 +98,47 @@ class Pointer:
 
 
 class Shared:
-    """Part of shared memory: its storage, and the place of each element."""
+    """Part of shared memory: its storage, the record of accesses to it, and the place of each element."""
 
-    def __init__(self, storage: torch.Tensor, places: torch.Tensor) -> None:
-        self.storage, self.places = storage, places
+    def __init__(self, storage: torch.Tensor, record: Record, places: torch.Tensor) -> None:
+        self.storage, self.record, self.places = storage, record, places
         self.dtype, self.shape = storage.dtype, places.shape
 
     @classmethod
     def allocate(cls, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         places = _places(shape, layout)
-        return cls(torch.full((places.numel(),), torch.nan, dtype=dtype), places)
+        storage = torch.full((places.numel(),), torch.nan, dtype=dtype)
+        return cls(storage, Record(storage.nbytes // 2), places)
 
     def index(self, number: Any) -> Shared:
-        return Shared(self.storage, self.places[int(number)])
+        return Shared(self.storage, self.record, self.places[int(number)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.storage, self.places.narrow(dim, start, length))
+        return Shared(self.storage, self.record, self.places.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.storage, self.places.permute(order))
+        return Shared(self.storage, self.record, self.places.permute(order))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         storage = self.storage.view(dtype)
         places = _places(shape, layout)
         assert self.places.numel() == len(self.storage), "no kernel reinterprets a part"
         assert places.numel() == len(storage), "no kernel reinterprets memory as of another size"
-        return Shared(storage, places)
+        return Shared(storage, self.record, places)
+
+    @property
+    def units(self) -> torch.Tensor:
+        """Numbers of the two-byte units of these elements."""
+        each = self.storage.itemsize // 2
+        return (self.places.flatten()[:, None] * each + torch.arange(each)).flatten()
 
     def load(self, layout: Any = None) -> Any:
+        self.record.read(_own.partition, ITSELF, self.units)
         return _value(self.storage[self.places])
 
-    def store(self, value: Any) -> None:
+    def store(self, value: Any, kind: int = ITSELF) -> None:
         assert value.shape == self.shape, f"{tuple(value.shape)} is stored into {tuple(self.shape)}"
+        self.record.write(_own.partition, kind, self.units)
         self.storage[self.places] = _plain(value).to(self.dtype)
 
 
@@ -141,24 +154,36 @@ def _places(shape: list[int], layout: Any) -> torch.Tensor:
     return blocked.transpose(-3, -2).reshape(shape)
 
 
-class Barriers:
-    """Barriers in shared memory: the arrivals that each still waits for, and its phase."""
+class Cell:
+    """Barrier: the arrivals that it still waits for, its phase, and what has been told to it."""
 
-    def __init__(self, team: Team, cells: list[dict[str, int]]) -> None:
+    count, left, phase = 0, 0, 0
+
+    def __init__(self) -> None:
+        # What those who arrive tell is known to those who wait once the phase has ended.
+        self.told, self.known = Knowledge(), Knowledge()
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, team: Team, cells: list[Cell]) -> None:
         self.team, self.cells = team, cells
 
     def index(self, number: Any) -> Barriers:
         return Barriers(self.team, [self.cells[int(number)]])
 
     def init(self, count: int) -> None:
-        self.cells[0].update(count=count, left=count, phase=0)
+        self.cells[0].count = self.cells[0].left = count
 
     def arrive(self, count: int = 1, pred: Any = True) -> None:
         if pred:
+            _own.partition.tell(self.cells[0].told)
             self.team.arrive(self.cells[0], count)
 
     def wait(self, phase: Any) -> None:
         self.team.wait(self.cells[0], int(phase))
+        _own.partition.add(self.cells[0].known)
 
 
 class Team:
@@ -169,18 +194,19 @@ class Team:
         self.turn = threading.Condition()
         self.alive, self.error = 0, None
         # By thread: the barrier and the phase whose end it waits for.
-        self.waiting: dict[int, tuple[dict[str, int], int]] = {}
+        self.waiting: dict[int, tuple[Cell, int]] = {}
 
-    def arrive(self, cell: dict[str, int], count: int) -> None:
-        cell["left"] -= count
-        assert cell["left"] >= 0, "more arrivals at a barrier than it counts"
-        if cell["left"] == 0:
-            cell.update(left=cell["count"], phase=cell["phase"] ^ 1)
+    def arrive(self, cell: Cell, count: int) -> None:
+        cell.left -= count
+        assert cell.left >= 0, "more arrivals at a barrier than it counts"
+        if cell.left == 0:
+            cell.left, cell.phase = cell.count, cell.phase ^ 1
+            cell.known.add(cell.told)
             self.turn.notify_all()
 
-    def wait(self, cell: dict[str, int], phase: int) -> None:
+    def wait(self, cell: Cell, phase: int) -> None:
         self.waiting[threading.get_ident()] = cell, phase
-        while cell["phase"] == phase:
+        while cell.phase == phase:
             self.check()
             if self.error is not None:
                 raise self.error
@@ -190,14 +216,14 @@ class Team:
     def check(self) -> None:
         """End the program if every partition waits for a barrier at which nobody arrives any more."""
         pairs = self.waiting.values()
-        if 0 < len(pairs) == self.alive and all(cell["phase"] == phase for cell, phase in pairs):
+        if 0 < len(pairs) == self.alive and all(cell.phase == phase for cell, phase in pairs):
             self.error = self.error or RuntimeError("every partition waits for another one")
             self.turn.notify_all()
 
     def run(self, partitions: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        def work(function: Any, arguments: tuple[Any, ...]) -> None:
+        def work(number: int, function: Any, arguments: tuple[Any, ...]) -> None:
             with self.turn, torch.no_grad():
-                _begin(self)
+                _begin(self, number)
                 try:
                     function(*arguments)
                     assert not _own.products, "products that nobody waits for"
@@ -207,7 +233,10 @@ class Team:
                 self.check()
                 self.turn.notify_all()
 
-        threads = [threading.Thread(target=work, args=partition) for partition in partitions]
+        threads = [
+            threading.Thread(target=work, args=(number, *partition))
+            for number, partition in enumerate(partitions)
+        ]
         self.alive = len(threads)
         for thread in threads:
             thread.start()
@@ -217,9 +246,9 @@ class Team:
             raise self.error
 
 
-def _begin(team: Team) -> None:
+def _begin(team: Team, number: int = 0) -> None:
     """Start a partition: it has no outstanding copies and products."""
-    _own.team, _own.copies, _own.products = team, [], deque()
+    _own.team, _own.partition, _own.products = team, Partition(number), deque()
 
 
 class Product:
@@ -227,10 +256,15 @@ class Product:
 
     def __init__(self, a: Any, b: Shared, acc: Any, use_acc: Any) -> None:
         self.operands, self.value = (a, b, acc if use_acc else None), None
+        self.number = _own.partition.start_product()
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                operand.record.read(_own.partition, PRODUCTS, operand.units)
 
     def finish(self) -> None:
         a, b, acc = self.operands
-        first, second = (x.load() if isinstance(x, Shared) else x for x in (a, b))
+        _own.partition.end_product(self.number)
+        first, second = (_value(x.storage[x.places]) if isinstance(x, Shared) else x for x in (a, b))
         assert first.dtype == second.dtype, "operands of two types"
         self.value = first.float() @ second.float()
         if acc is not None:
@@ -252,15 +286,13 @@ def _wait_for_products(outstanding: int = 0, deps: tuple[Any, ...] = ()) -> Any:
 
 
 def _copy(target: Shared, source: Pointer, mask: Any = None) -> None:
-    _own.copies.append((target, source, mask))
+    target.store(_load(source, mask, 0), COPIES)
 
 
 def _arrive_with_copies(barrier: Barriers, increment_count: bool) -> None:
     assert not increment_count, "no kernel counts copies at the barrier"
-    for target, source, mask in _own.copies:
-        target.store(_load(source, mask, 0))
-    _own.copies = []
-    barrier.arrive(_COPYING)
+    _own.partition.tell_of_copies(barrier.cells[0].told)
+    barrier.team.arrive(barrier.cells[0], _COPYING)
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
@@ -311,7 +343,7 @@ def _specialize(partitions: list[Any], _warps: Any, _registers: Any) -> None:
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if isinstance(layout, instructions.mbarrier.MBarrierLayout):
-        return Barriers(_own.team, [{} for _ in range(shape[0])])
+        return Barriers(_own.team, [Cell() for _ in range(shape[0])])
     return Shared.allocate(dtype, shape, layout)
 
 
@@ -361,7 +393,7 @@ _STAND_INS = [
     (gluon, _LANGUAGE),
     (instructions.mbarrier, _BARRIERS),
     (instructions.async_copy, SimpleNamespace(mbarrier_arrive=_arrive_with_copies)),
-    (instructions.fence_async_shared, lambda: None),
+    (instructions.fence_async_shared, lambda: _own.partition.fence()),
     (instructions.warpgroup_mma, _multiply),
     (instructions.warpgroup_mma_init, lambda acc: acc),
     (instructions.warpgroup_mma_wait, _wait_for_products),
@@ -375,12 +407,30 @@ _modules: dict[int, dict[str, Any]] = {}
 def _function(kernel: GluonJITFunction[Any]) -> FunctionType:
     """Return a kernel's Python function, whose globals are stand-ins."""
     source = kernel.fn
-    names = _modules.get(id(source.__globals__))
-    if names is None:
-        names = _modules[id(source.__globals__)] = {}
-        names.update((name, _stand_in(found)) for name, found in source.__globals__.items())
-        names["range"] = _numbers
+    names = _names_of(source.__globals__)
     return FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)
+
+
+def _names_of(module: dict[str, Any]) -> dict[str, Any]:
+    """Return the names of a module, whose kernels and instructions are stand-ins."""
+    names = _modules.get(id(module))
+    if names is None:
+        names = _modules[id(module)] = {}
+        names.update((name, _stand_in(found)) for name, found in module.items())
+        names["range"] = _numbers
+    return names
+
+
+@contextmanager
+def changed(kernel: GluonJITFunction[Any], definition: ast.Module) -> Iterator[None]:
+    """Run another definition of a function in place of the one that its module's kernels call."""
+    names, name = _names_of(kernel.fn.__globals__), kernel.fn.__name__
+    before = names[name]
+    exec(compile(definition, f"<changed {name}>", "exec"), names)
+    try:
+        yield
+    finally:
+        names[name] = before
 
 
 def _stand_in(found: Any) -> Any:

@@ -22,7 +22,8 @@ def case_of(heads, topk):
     rows, keys = 6, topk + 25 - topk % 2
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, torch.bfloat16))
     indices = random_indices(2, rows, keys, topk, empty_rows=(1,))
-    # Row 2 has gaps, row 3 at most one key, row 4 an empty tile, row 5 invalid keys.
+    # Row 0 has all keys, row 2 gaps, row 3 at most one key, row 4 an empty tile, row 5 invalid keys.
+    indices[:, 0] = torch.arange(topk).flip(0)
     indices[:, 2, ::3] = -1
     indices[:, 3, : topk - 1] = -1
     indices[:, 4, TILE : 2 * TILE] = -1
@@ -35,10 +36,19 @@ def case_of(heads, topk):
     return AttentionCall(query.to(DEVICE), key_value.to(DEVICE), indices.to(DEVICE), SCALE, 512), named
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+# Each group of warps takes two or three tiles of a row, and the last tile is partly empty.
 @pytest.mark.parametrize(
-    ("heads", "topk"),
-    [(5, 65), *(pytest.param(*each, marks=pytest.mark.full) for each in [(20, 200), (33, 65), (80, 130)])],
+    ("heads", "topk", "deterministic"),
+    [
+        *((17, 330, False), (5, 200, True)),
+        *(
+            pytest.param(*each, deterministic, marks=pytest.mark.full)
+            for each, deterministic in [
+                *(((17, 330), True), ((5, 200), False), ((33, 65), False), ((33, 65), True)),
+                *(((80, 330), False), ((80, 330), True)),
+            ]
+        ),
+    ],
 )
 def test_gradients(heads, topk, deterministic, hopper_kernels, monkeypatch):
     """Gradients agree with the fp64 formula; in a fixed order, they do not depend on how rows are cut."""

@@ -1,7 +1,7 @@
-"""Attention kernels for Hopper: their selection on any machine, their results on a Hopper GPU only.
+"""Attention kernels for Hopper: their selection, and their results on a GPU or in ``gluon_on_cpu``.
 
-They cannot run in the interpreter. On a GPU, the tests of the Triton backend also cover them at the sizes
-they support. The tests here depend on their dataflow: partial tiles, and warp groups that might race.
+On a GPU, the tests of the Triton backend also cover them at the sizes they support. The tests here depend on
+their dataflow: partial tiles, and warp groups that might race.
 """
 
 from __future__ import annotations
