@@ -18,6 +18,7 @@ from tests.ops.test_triton_compile import GOOD
 from tests.ops.triton_backend import hopper
 from tests.support import warm
 
+MEASURED = page.RESULT.with_name("gpu-h100.json")
 H200 = model.GPUS["H200"]
 FORWARD = replace(GOOD, constants={"BLOCK_H": 64, "BLOCK_N": 64, "WITH_OUT": True})
 BACKWARD = replace(GOOD, name="backward_keys_kernel", constants={"BLOCK_H": 32, "BLOCK_N": 64})
@@ -109,14 +110,20 @@ def test_the_committed_result_and_the_page_made_of_it():
     assert page.page(text, metrics) == text, "run python -m benchmarks.kernels.page"
 
 
-def test_the_backward_takes_the_way_with_the_lower_bound():
-    """Rows are taken if their bound is lower and a GPU has run their kernel: with more than 32 heads."""
+def test_of_the_ways_that_a_gpu_has_run_the_backward_takes_the_one_with_the_lowest_bound():
+    """A GPU has run tiles for all numbers of heads, and rows where it has timed them: without determinism."""
     bounds = json.loads(page.RESULT.read_text())["metrics"]["backward_ms"]["H100"]
     assert list(bounds) == [f"{heads} heads" for heads in (128, 64, 32, 16)]
+    timed = json.loads(MEASURED.read_text())["metrics"]["backward_by_rows"]
+    run_by_rows = {name.split(", ")[1] for name in timed}
     for name, ms in bounds.items():
         for mode in ("", ", deterministic"):
-            heads, lower = int(name.split()[0]), ms[f"by rows{mode}"] < ms[f"by tiles{mode}"]
-            assert hopper.prefers_rows(heads, bool(mode)) == (lower and heads > 32), (name, mode)
+            ways = {"by tiles", *(["by rows"] if name in run_by_rows and not mode else [])}
+            lowest = min(ways, key=lambda way, ms=ms, mode=mode: ms[f"{way}{mode}"])
+            by_rows = hopper.prefers_rows(int(name.split()[0]), bool(mode))
+            assert by_rows == (lowest == "by rows"), (name, mode)
+    # The measured times have the same order as the bounds.
+    assert all(ms["rows_ms"] < ms["tiles_ms"] for ms in timed.values())
 
 
 def test_a_row_reads_its_keys_and_adds_their_gradients_once_for_64_heads():

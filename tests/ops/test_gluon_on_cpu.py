@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.triton_backend import DEVICE, hopper
+from tests.ops.triton_backend import common, hopper
 
-if not hopper.HAS_GLUON or DEVICE != "cpu":
+if not (hopper.HAS_GLUON and common.interpreted()):
     pytest.skip("the interpreter runs on the CPU, with a Triton that has Gluon", allow_module_level=True)
 
 from triton.experimental.gluon._runtime import GluonJITFunction

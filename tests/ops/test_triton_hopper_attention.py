@@ -144,7 +144,7 @@ def many_rows(rows, heads):
     return AttentionCall(query, key_value, indices, 0.1, 512)
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(heads, hopper_gpu, monkeypatch):
     # More programs than fit on the GPU at once, so their warp groups interleave in every order.
     call = many_rows(1024, heads)
@@ -234,7 +234,7 @@ def test_not_a_number_reaches_the_results_that_depend_on_it(
         assert 0 < value.isnan().sum() < value.numel()
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, hopper_gpu, monkeypatch):
     # Query gradients always repeat bit for bit. Key gradients do so only under determinism. There are several
     # chunks.
@@ -260,7 +260,7 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, h
 
 @pytest.mark.parametrize("way", ["rows", "tiles"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads", [1, 16, 33, 64, 128])
+@pytest.mark.parametrize("heads", [1, 16, 32, 33, 64, 128])
 @pytest.mark.parametrize(("rows", "topk"), [(16, 300), (21, 2048)])
 def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, way, hopper_gpu, monkeypatch):
     """Gradients agree with the fp64 formula; a small workspace holds a few rows at a time."""
