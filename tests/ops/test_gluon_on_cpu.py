@@ -87,7 +87,7 @@ def backward_of(heads: int, topk: int, by_rows: bool) -> Call:
         grad_keys, summed = torch.zeros(topk + 9, 576), torch.zeros(1, 1, topk)
         if by_rows:
             results = (torch.empty_like(query), grad_keys, summed)
-            hopper.gradients_of_rows(inputs, results, indices, lengths, range(1), 0.1, False)
+            hopper.gradients_of_rows(inputs, results, indices[0], lengths, range(1), 0.1, False)
             return results
         tiles = torch.arange(-(-topk // 64))
         # One row alone, whose entries keep their places.
@@ -122,6 +122,7 @@ def without_each(function: Any) -> Iterator[tuple[str, ast.Module]]:
             (block, place)
             for node in ast.walk(tree)
             for block in (getattr(node, "body", []), getattr(node, "orelse", []))
+            if isinstance(block, list)
             for place, each in enumerate(block)
             if isinstance(each, (ast.Expr, ast.Assign))
             and isinstance(each.value, ast.Call)

@@ -83,6 +83,15 @@ def test_gradients(heads, topk, deterministic, hopper_kernels, monkeypatch):
         assert seen[1:] == [range(5), range(5, 10), range(10, 12)]
         for value, other in zip(again, (*found, summed), strict=True):
             assert torch.equal(value, other)
+        # A launch takes two tiles of as many rows as the workspace holds: the row's other tiles are a part.
+        monkeypatch.setattr(attention, "ROW_ENTRIES", 2 * TILE)
+        rows_of_part = 5 * topk // min(topk, 2 * TILE)
+        again = attention.backward(call, grad.to(DEVICE), out, lse, True)
+        chunks = [range(first, min(first + rows_of_part, 12)) for first in range(0, 12, rows_of_part)]
+        assert seen[4:] == [rows for rows in chunks for _ in range(-(-topk // (2 * TILE)))]
+        for value, other in zip(again, expected_grads, strict=False):
+            assert oracle.cosine_distance(value.cpu(), other) < 4e-4
+        assert torch.equal(again[2], summed)
 
 
 def test_columns_are_put_in_order():

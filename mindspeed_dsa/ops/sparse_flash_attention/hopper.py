@@ -203,16 +203,17 @@ def gradients_of_rows(
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
-        results: three tensors. Gradients of queries, ``[batch, rows, heads, 576]``. Gradients of keys, fp32,
-            columns in the order that :func:`in_order` undoes. Sum over heads, ``[batch, rows, topk]`` fp32,
+        results: three tensors. Gradients of queries, ``[batch * rows, heads, 576]``. Gradients of keys, fp32,
+            columns in the order that :func:`in_order` undoes. Sum over heads, ``[batch * rows, topk]`` fp32,
             zeroed, or None.
-        indices: key positions, as for :func:`forward`.
+        indices: key positions, ``[batch * rows, topk]`` int32, contiguous.
         lengths: one past the last key entry of each row, as for :func:`forward`.
         rows: batch-wide numbers of the rows.
         softmax_scale: factor of the scores.
-        ordered: whether the gradients of keys are ``[at least len(rows), topk, 576]``, one for each entry
-            that is a key, zeroed before if :func:`adds_to_entries`. Otherwise they are
-            ``[batch * key_length, 576]``, and are added to with atomics, in no fixed order.
+        ordered: whether the gradients of keys are ``[len(rows), topk, 576]``, one for each entry that is a
+            key, zeroed before if :func:`adds_to_entries`. Then ``indices`` and the other results are of
+            ``rows`` alone. Otherwise gradients of keys are ``[batch * key_length, 576]``, and are added to
+            with atomics, in no fixed order.
     """
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_keys, summed = results
@@ -220,7 +221,7 @@ def gradients_of_rows(
     arguments = (
         *(query, key_value, indices, lengths, grad_out, lse, delta),
         *(grad_query, grad_keys, lse if summed is None else summed),
-        *(rows.start, query.shape[1], key_value.shape[1], heads, indices.shape[2]),
+        *(rows.start, query.shape[1], key_value.shape[1], heads, indices.shape[1]),
         *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
         *(softmax_scale, softmax_scale * LOG2E),
     )

@@ -262,12 +262,13 @@ def hopper_backward_few_heads_kernel(
     # Queries and output gradients copied, keys copied, second group's sums stored.
     barriers = (barrier_of(2 * COPYING), barriers_of(2, COPYING), barrier_of(1))
     scales = (softmax_scale, scale_log2)
-    attended = (indices + row * topk, length, key_length)
+    place = turn if ORDERED else row
+    attended = (indices + place * topk, length, key_length)
     of_heads = (lse + row * heads, delta + row * heads, heads)
     queries = (base, query_head, grad_base, grad_head)
     target = target_of(grad_keys, turn * topk, batch * key_length, ORDERED)
-    out = grad_query + row * heads * (VALUE + TAIL)
-    results = (out, target, attention_sum + row * topk)
+    out = grad_query + place * heads * (VALUE + TAIL)
+    results = (out, target, attention_sum + place * topk)
     operands = (queries, of_heads, (keys, key_row))
     gl.warp_specialize(
         [

@@ -320,9 +320,10 @@ def hopper_backward_rows_kernel(
 ):
     """Compute all gradients; one program per row and 64 heads; keys have 512 + 64 two-byte numbers.
 
-    ``grad_query`` is ``[rows, heads, 576]`` and ``attention_sum`` ``[rows, topk]`` fp32, which is added to.
-    ``grad_keys`` is ``[batch * key_length, 576]`` fp32, or with ORDERED ``[programs' rows, topk, 576]``.
-    Without ATOMIC, it is written once.
+    ``grad_query`` is ``[rows, heads, 576]``, and ``attention_sum`` ``[rows, topk]`` fp32, which is added to.
+    ``grad_keys`` is ``[batch * key_length, 576]`` fp32. With ORDERED, it is ``[programs' rows, topk, 576]``,
+    and ``indices``, ``grad_query`` and ``attention_sum`` have the programs' rows only. Without ATOMIC,
+    ``grad_keys`` is written once.
     """
     head_blocks = gl.cdiv(heads, BLOCK)
     turn = (gl.program_id(0) // head_blocks).to(gl.int64)
@@ -348,11 +349,12 @@ def hopper_backward_rows_kernel(
     key_empty, ready, consumed = barrier_of(1), barrier_of(1), barrier_of(1)
     barriers = (row_full, key_full, key_empty, ready, consumed)
     scales = (softmax_scale, scale_log2)
-    attended = (indices + row * topk, length, key_length)
+    place = turn if ORDERED else row
+    attended = (indices + place * topk, length, key_length)
     of_heads = (lse + row * heads, delta + row * heads, first_head, heads)
     queries = (base, query_head, grad_base, grad_head)
-    out = grad_query + row * heads * (VALUE + TAIL)
-    summed = attention_sum + row * topk
+    out = grad_query + place * heads * (VALUE + TAIL)
+    summed = attention_sum + place * topk
     target = target_of(grad_keys, turn * topk, batch * key_length, ORDERED)
     gl.warp_specialize(
         [

@@ -76,6 +76,9 @@ __all__ = [
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
+# Entries of a row per launch of the backward by rows in a fixed order: a workspace of 512 MiB then holds the
+# gradients of 113 rows, and an H100 has 132 multiprocessors.
+ROW_ENTRIES = 2048
 plan_call = takes_every_call
 
 
@@ -245,26 +248,41 @@ def _backward_by_rows(
     """Compute all gradients of a row in one kernel, and sum those of keys in row order if deterministic."""
     grad_query, grad_keys, summed = results
     batch, rows_of_batch, topk = topk_indices.shape
-    rows, keys, key_length = batch * rows_of_batch, len(grad_keys), len(grad_keys) // batch
+    rows, (keys, dim), key_length = batch * rows_of_batch, grad_keys.shape, len(grad_keys) // batch
+    indices, grad_query = topk_indices.view(rows, topk), grad_query.view(rows, -1, dim)
+    summed = None if summed is None else summed.view(rows, topk)
     if deterministic:
-        chunk = max(1, min(rows, tile_bytes(grad_keys) // (4 * topk * grad_keys.shape[1])))
-        gathered = grad_keys.new_empty(chunk, topk, grad_keys.shape[1])
+        # Rows pass in parts, so that a launch has as many programs however many keys a row selects.
+        entries = min(topk, ROW_ENTRIES)
+        parts = [slice(begin, begin + entries) for begin in range(0, topk, entries)]
+        ends = [(lengths - part.start).clamp(0, entries) for part in parts]
+        chunk = max(1, min(rows, tile_bytes(grad_keys) // (4 * entries * dim)))
+        workspace = grad_keys.new_empty(chunk * entries, dim)
         # Chunks are sorted together: a sort takes up to 32 bytes per entry.
         sorted_rows = max(1, WORKSPACE_BYTES // 32 // (chunk * topk)) * chunk
-        all_indices = topk_indices.view(rows, topk)
         for first in range(0, rows, chunk):
             if first % sorted_rows == 0:
-                indices = all_indices[first : first + sorted_rows]
-                order = order_by_key(key_ids(indices, first, rows_of_batch, key_length, keys), keys, chunk)
+                ids = key_ids(indices[first : first + sorted_rows], first, rows_of_batch, key_length, keys)
+                orders = [order_by_key(ids[:, part], keys, chunk) for part in parts]
             of_chunk = range(first, min(first + chunk, rows))
-            if hopper.adds_to_entries(inputs[0].shape[2]):
-                gathered.zero_()
-            hopper.gradients_of_rows(
-                inputs, (grad_query, gathered, summed), topk_indices, lengths, of_chunk, softmax_scale, True
-            )
-            add_ordered_rows(grad_keys, gathered[: len(of_chunk)], order, first % sorted_rows // chunk)
+            of_part = grad_query.new_empty(len(of_chunk), *grad_query.shape[1:], dtype=torch.float32)
+            query_sums = torch.zeros_like(of_part)
+            for part, end, order in zip(parts, ends, orders, strict=True):
+                chosen = indices[first : of_chunk.stop, part].contiguous()
+                gathered = workspace[: chosen.numel()].view(*chosen.shape, dim)
+                if hopper.adds_to_entries(grad_query.shape[1]):
+                    gathered.zero_()
+                sum_part = None if summed is None else torch.zeros_like(chosen, dtype=torch.float32)
+                found = of_part, gathered, sum_part
+                hopper.gradients_of_rows(inputs, found, chosen, end, of_chunk, softmax_scale, True)
+                add_ordered_rows(grad_keys, gathered, order, first % sorted_rows // chunk)
+                query_sums += of_part
+                if summed is not None and sum_part is not None:
+                    summed[first : of_chunk.stop, part] = sum_part
+            grad_query[first : of_chunk.stop] = query_sums
     else:
-        hopper.gradients_of_rows(inputs, results, topk_indices, lengths, range(rows), softmax_scale, False)
+        results = grad_query, grad_keys, summed
+        hopper.gradients_of_rows(inputs, results, indices, lengths, range(rows), softmax_scale, False)
     grad_keys.copy_(hopper.in_order(grad_keys))
 
 
