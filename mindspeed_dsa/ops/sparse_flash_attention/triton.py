@@ -245,7 +245,7 @@ def _backward_by_rows(
     softmax_scale: float,
     deterministic: bool,
 ) -> None:
-    """Compute all gradients of a row in one kernel, and sum those of keys in row order if deterministic."""
+    """Compute all gradients of a row in one kernel; those of keys are summed in a fixed order on request."""
     grad_query, grad_keys, summed = results
     batch, rows_of_batch, topk = topk_indices.shape
     rows, (keys, dim), key_length = batch * rows_of_batch, grad_keys.shape, len(grad_keys) // batch
