@@ -156,6 +156,27 @@ def shared_layers() -> str:
     return "\n".join(lines) + "\n"
 
 
+def families() -> str:
+    """Return the table of ``docs/hosts/transformers.md``: steps of a narrow layer of each family."""
+    found = metrics("transformers-families-cpu")
+    lines = ["| `model_type` | tokens | `eager` | `sdpa` | `apply_dsa(model)` | and the indexer's loss |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+
+    def cell(figures: Mapping[str, float] | str) -> str:
+        if isinstance(figures, str):
+            return figures
+        return f"{figures['cpu_seconds']:.1f} s, {figures['extra_mib'] / 1024:.1f} GiB"
+
+    for family in found["widths"]:
+        losses = found[family]["step with the indexer's loss"]
+        for length, ways in found[family]["step"].items():
+            ours, theirs = cell(ways["mindspeed_dsa"]), (cell(ways.get(x, "none")) for x in ("eager", "sdpa"))
+            with_loss = cell(losses[length]["mindspeed_dsa"])
+            cells = f"`{family}`", f"{int(length):,}", *theirs, f"**{ours}**", with_loss
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": lambda: front(_ENGLISH, "docs/"),
     "docs/zh/README.md": lambda: front(_CHINESE, "../"),
@@ -165,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "docs/curves.md": lambda: curves(_ENGLISH),
     "docs/zh/curves.md": lambda: curves(_CHINESE),
     "docs/features/dsa-shared-selections.md": shared_layers,
+    "docs/hosts/transformers.md": families,
 }
 """Builder of each page's table."""
 
