@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,21 @@ def test_megatrons_tracker_is_named_once(sources):
         name for name, file in sources.files.items() if f'"{TRACKER}"' in file.read_text(encoding="utf-8")
     ]
     assert files == [f"{PACKAGE}.runs.whole_checkpoints"]
+
+
+def test_no_source_has_control_characters():
+    """A replacement by a script once left invisible characters in 74 files."""
+    root = FOLDER.parent
+    files = [
+        file for name in (PACKAGE, "tests", "benchmarks", "examples") for file in (root / name).rglob("*.py")
+    ]
+    assert len(files) > 1000
+    wrong = [
+        str(file.relative_to(root))
+        for file in files
+        if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", file.read_bytes())
+    ]
+    assert not wrong, listed(wrong)
 
 
 def state_of(tree: ast.Module) -> Iterator[str]:

@@ -26,7 +26,7 @@ GOOD = FEATURE.format(target="scale")
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Return a function that installs a distribution with one module and one entry point, next to a Megatron
+    """Return a function that installs a distribution with one module and one entry point, next to a Megatron
     fork.
     """
     root = fork.write(tmp_path)

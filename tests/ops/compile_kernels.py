@@ -1,4 +1,4 @@
-"""Compile all Triton kernels for GPUs that need not be present, and check their resources against budgets.
+"""Compile all Triton kernels for GPUs that need not be present, and check their resources against budgets.
 
     python -m tests.ops.compile_kernels [--target 90 ...] [--dtype bf16 ...] [--quick | --odd]
                                         [--write | --recorded]
@@ -53,7 +53,7 @@ _TOLERATED_BYTES, _TOLERATED_RATIO = 32, 0.05
 
 
 def problems(kernel: Kernel, dtype: str, budget: dict[str, float] | None) -> list[str]:
-    """Return the problems of a compiled kernel, as sentences.
+    """Return the problems of a compiled kernel, as sentences.
 
     Args:
         kernel: compiled kernel.

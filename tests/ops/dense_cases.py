@@ -38,7 +38,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 def problem(
     dtype: torch.dtype, shape: Shape, device: str = "cpu"
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Return query, key, value ``[batch, rows, heads, dim]``, views of sequence-first tensors, and the output
+    """Return query, key, value ``[batch, rows, heads, dim]``, views of sequence-first tensors, and the output
     gradient.
     """
     generator = torch.Generator().manual_seed(0)

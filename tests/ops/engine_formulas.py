@@ -1,4 +1,4 @@
-"""DeepSeek's FP8 index scores, written from its kernels ``act_quant`` and ``fp8_index`` with torch's own
+"""DeepSeek's FP8 index scores, written from its kernels ``act_quant`` and ``fp8_index`` with torch's own
 casts.
 
 The kernels leave the order of sums open. Here it is the order in the operator's README: dot products are

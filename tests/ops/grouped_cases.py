@@ -51,7 +51,7 @@ def assert_close(found, wanted, dtype, what):
 
 
 def check(backend, sizes, dtype, layout, main_grad=None, device="cpu", **widths):
-    """Compare one call and its backward with a product per group.
+    """Compare one call and its backward with a product per group.
 
     With ``main_grad``, the weight gradient is added twice to a buffer of that dtype. Without it, autograd
     returns the weight gradient.

@@ -1,4 +1,4 @@
-"""The operators in fp64 with dense masks, the expected values for every backend.
+"""The operators in fp64 with dense masks, the expected values for every backend.
 
 They are written from the formulas, unlike the references: with ``length x length`` masks, and without
 gathering. They take the indices that the operator under test has selected.
@@ -55,7 +55,7 @@ def cosine_distance(value: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(value: Tensor, expected: Tensor, *, backward: bool = False) -> None:
-    """Check the library's bounds: 1e-5 of the largest value in fp32; in bf16 cosine distance 1e-5, backward
+    """Check the library's bounds: 1e-5 of the largest value in fp32; in bf16 cosine distance 1e-5, backward
     1e-4.
     """
     assert value.shape == expected.shape

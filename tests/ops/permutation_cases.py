@@ -72,7 +72,7 @@ def check(
     weighted: bool = False,
     added: bool = False,
 ) -> None:
-    """Compare permute, a stand-in for experts, and unpermute with the matrices: results and gradients.
+    """Compare permute, a stand-in for experts, and unpermute with the matrices: results and gradients.
 
     Args:
         backend: backend under test.

@@ -38,7 +38,7 @@ def indexer_inputs(
 
 
 def tied_inputs(batch: int = 2, rows: int = 40, heads: int = 3, dim: int = 8, seed: int = 0) -> IndexerInputs:
-    """Return small integers: scores are exact in fp32, and most rows have ties, many between zeros of both
+    """Return small integers: scores are exact in fp32, and most rows have ties, many between zeros of both
     signs.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def random_indices(
 def drifting_indices(
     batch: int, rows: int, keys: int, topk: int, seed: int = 0, drift: float = 0.1
 ) -> Tensor:
-    """Return ascending causal selections, -1 at the tail, that overlap strongly between neighbouring rows.
+    """Return ascending causal selections, -1 at the tail, that overlap strongly between neighbouring rows.
 
     The last row sees all keys; the first rows see fewer than ``topk``.
     """

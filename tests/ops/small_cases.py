@@ -34,7 +34,7 @@ class Dispatched(TorchDispatchMode):
 
 @dataclass
 class Found:
-    """Result of a function, forward and backward.
+    """Result of a function, forward and backward.
 
     Attributes:
         tensors: the output, then the gradients of all inputs.
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass
 class Case:
-    """An operator and the same function in Megatron.
+    """An operator and the same function in Megatron.
 
     Attributes:
         ours: function of the inputs and ``backend``.

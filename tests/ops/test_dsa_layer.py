@@ -1,4 +1,4 @@
-"""A layer's sparse attention as a library: function, module and documentation page.
+"""A layer's sparse attention as a library: function, module and documentation page.
 
 Selections are compared with the formula; outputs, losses and gradients with dense masks in fp64.
 """

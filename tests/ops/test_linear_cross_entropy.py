@@ -226,7 +226,7 @@ def test_without_a_token_there_is_nothing():
 
 
 def beside_megatron(inputs: list[Tensor], gradient: Any) -> dict[str, list[Tensor]]:
-    """Return a rank's losses and gradients: ours, the reference's, and Megatron's.
+    """Return a rank's losses and gradients: ours, the reference's, and Megatron's.
 
     Args:
         inputs: hidden states, weight, labels and loss mask of all ranks.

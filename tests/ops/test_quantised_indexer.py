@@ -181,7 +181,7 @@ def test_ties_go_to_the_lower_position(backend):
 
 
 def equal_in_exact_sums() -> IndexerInputs:
-    """Return keys with permuted coordinates: equal scores in exact sums, which fp32 sums round apart.
+    """Return keys with permuted coordinates: equal scores in exact sums, which fp32 sums round apart.
 
     Every second key is halved, so that rounding cannot lift it above the others.
     """

@@ -1,4 +1,4 @@
-"""Packed sequences given by their lengths (``RowForm``) or bounds (``cu_seqlens``), for every operator.
+"""Packed sequences given by their lengths (``RowForm``) or bounds (``cu_seqlens``), for every operator.
 
 The expected results come from the same operators with starts and ends, or from one document at a time.
 """

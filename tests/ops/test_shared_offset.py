@@ -1,4 +1,4 @@
-"""A large offset shared by all logits does not change gradients, so no sum is stored added to its maximum.
+"""A large offset shared by all logits does not change gradients, so no sum is stored added to its maximum.
 
 All numbers are multiples of 1/8, so fp32 holds logits exactly. Any difference from fp64 was lost to the
 offset.

@@ -29,7 +29,7 @@ TOPK = 9
 def loss_and_gradients(
     form: str, index: list[Tensor], query: Tensor, key: Tensor, row_mask: Tensor, backend: str
 ) -> dict[str, Any]:
-    """Return the loss, the gradients of the indexer's inputs, and the selection.
+    """Return the loss, the gradients of the indexer's inputs, and the selection.
 
     Args:
         form: way to compute the loss: ``dense``, ``sparse`` (all in the loss), ``sum`` (from the attention's

@@ -1,4 +1,4 @@
-"""The Hopper backward, chunk by chunk, with its Gluon kernel written in PyTorch.
+"""The Hopper backward, chunk by chunk, with its Gluon kernel written in PyTorch.
 
 All other code is real: the search for shared tiles, windows and chunks, the stored order of heads, the
 product that forms query gradients, and the fixed-order sums.

@@ -1,4 +1,4 @@
-"""Tiles of keys that neighbouring rows share: all are found, no entry is lost, and their sums are right.
+"""Tiles of keys that neighbouring rows share: all are found, no entry is lost, and their sums are right.
 
 The kernel that multiplies the tiles runs on Hopper only. Here its dataflow is followed in fp64, tile by tile,
 from the real ordering kernels' output to the key gradients, and compared with their formula.

@@ -1,4 +1,4 @@
-"""The Triton backends, imported so that their kernels run in Triton's interpreter on the CPU.
+"""The Triton backends, imported so that their kernels run in Triton's interpreter on the CPU.
 
 With TRITON_INTERPRET=0 they are compiled and run on the GPU; the tests stay the same.
 """

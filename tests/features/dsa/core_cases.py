@@ -42,7 +42,7 @@ def one_step(
 
 
 def scores_alone(mode: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return gradients of an indexer whose scores are requested outside of attention, without an indexer
+    """Return gradients of an indexer whose scores are requested outside of attention, without an indexer
     loss.
     """
     job.start(switches)

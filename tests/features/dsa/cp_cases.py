@@ -44,7 +44,7 @@ def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def parts_kept_apart() -> Iterator[list[int]]:
-    """Keep queries and keys in two parts, as the operators on Ascend need them.
+    """Keep queries and keys in two parts, as the operators on Ascend need them.
 
     Yields a list with the number of parts of each gathered key.
     """

@@ -238,7 +238,7 @@ def saved_for_backward(stage: str, sequence: int) -> int:
 
 
 def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return call counts of the operators and of Megatron's functions in one step, and its loss.
+    """Return call counts of the operators and of Megatron's functions in one step, and its loss.
 
     ``forms`` says for each layer's attention whether its operands were absorbed.
     """

@@ -92,7 +92,7 @@ POINTS: dict[str, Callable[[Any], Any]] = {
 
 
 def after_failures(points: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Take a step, a step that fails, and follow-up steps, for each point of failure.
+    """Take a step, a step that fails, and follow-up steps, for each point of failure.
 
     Returns:
         dict from point to ``raised`` (error), ``refused`` (messages of a step and of saving), ``next``
@@ -198,7 +198,7 @@ def load(job: Job, kept: Mapping[str, Any]) -> None:
 
 
 def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Return the leaves of state dicts at several moments of a training, in key order.
+    """Return the leaves of state dicts at several moments of a training, in key order.
 
     Args:
         loaded: result of :func:`saved` in another job, from which training resumes.

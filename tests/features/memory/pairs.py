@@ -1,4 +1,4 @@
-"""All pairs of memory features: bit-identical to training without them, or refused with a reason.
+"""All pairs of memory features: bit-identical to training without them, or refused with a reason.
 
 ``python -m tests.features.memory.pairs`` runs all pairs and writes the table of ``docs/design/memory.md``.
 """
@@ -52,7 +52,7 @@ def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
-    """Return :data:`COMBINES`, or the reason why the pair is refused.
+    """Return :data:`COMBINES`, or the reason why the pair is refused.
 
     Args:
         pool: pool of workers.

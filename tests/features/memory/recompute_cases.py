@@ -115,7 +115,7 @@ def train(
     pp: int = 1,
     vpp: int | None = None,
 ) -> dict[str, Any]:
-    """Take a step of several microbatches with Megatron's schedule.
+    """Take a step of several microbatches with Megatron's schedule.
 
     Returns:
         losses, gradients by name, random states after the step, and counts of activation calls, discarded
@@ -167,7 +167,7 @@ def watched() -> Iterator[dict[str, int]]:
 def kept_bytes(
     switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, activation: str = "silu"
 ) -> dict[str, int]:
-    """Return the bytes held after one forward, and the peak of forward and backward.
+    """Return the bytes held after one forward, and the peak of forward and backward.
 
     Returns:
         ``forward``: bytes held once the loss is computed.

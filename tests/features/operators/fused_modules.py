@@ -31,7 +31,7 @@ def switch_on(switches: Mapping[str, Any]) -> None:
 def beside_stock(
     runs: Mapping[str, Mapping[str, Any]], operators: Sequence[str] = ("all",), **layout: int
 ) -> dict[str, Any]:
-    """Run a step of the tiny model with and without the operators; also return event counts.
+    """Run a step of the tiny model with and without the operators; also return event counts.
 
     Args:
         runs: dict from name to ``switches`` of other features and config ``overrides``.

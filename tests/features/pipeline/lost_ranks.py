@@ -1,4 +1,4 @@
-"""Steps of a pipeline of two ranks; one rank is killed when it reaches a given forward of its list.
+"""Steps of a pipeline of two ranks; one rank is killed when it reaches a given forward of its list.
 
 ``python -m tests.features.pipeline.lost_ranks CASE FORWARD FOLDER`` runs a rank with torchrun's environment.
 """
@@ -39,7 +39,7 @@ def schedule(case: str) -> Schedule:
 
 
 def stops_before(case: str, forward: int) -> tuple[Event, Event]:
-    """Return the other rank's first event whose input never arrives, and the event before it.
+    """Return the other rank's first event whose input never arrives, and the event before it.
 
     Args:
         case: a key of :data:`JOBS`.
@@ -60,7 +60,7 @@ def stops_before(case: str, forward: int) -> tuple[Event, Event]:
 
 
 def run(case: str, forward: int, folder: str) -> None:
-    """Run a rank.
+    """Run a rank.
 
     Args:
         case: a key of :data:`JOBS`.

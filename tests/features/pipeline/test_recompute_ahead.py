@@ -25,7 +25,7 @@ def run(
     norms: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Return a step's result, and the numbers of recomputations ahead of the gradient and in place.
+    """Return a step's result, and the numbers of recomputations ahead of the gradient and in place.
 
     Args:
         flag: switch to turn on; empty for none.

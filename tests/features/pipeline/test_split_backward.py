@@ -36,7 +36,7 @@ def run(
     frozen: str = "",
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Return a step's result, and the deferred weight gradients.
+    """Return a step's result, and the deferred weight gradients.
 
     Args:
         switches: feature switches.

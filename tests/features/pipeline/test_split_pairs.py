@@ -1,4 +1,4 @@
-"""Pairs with deferred weight gradients: in the list's order, bit-identical to pairs without them.
+"""Pairs with deferred weight gradients: in the list's order, bit-identical to pairs without them.
 
 Interleaved pairs defer all weight gradients. DualPipeV defers them in unpaired backwards that other ranks
 wait for.

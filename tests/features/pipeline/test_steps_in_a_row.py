@@ -1,4 +1,4 @@
-"""Consecutive steps of one model that reduce gradients while other gradients are still missing.
+"""Consecutive steps of one model that reduce gradients while other gradients are still missing.
 
 In the first step Megatron only counts the gradients of each weight, and starts reductions automatically from
 the second step on. These tests compare steps with more, fewer and the fewest possible microbatches, each
@@ -29,7 +29,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def steps(switches: dict[str, Any], vpp: int | None, ep: int, overlap: bool, aligned: bool) -> Any:
-    """Return the reduced gradients of each step by global name.
+    """Return the reduced gradients of each step by global name.
 
     Args:
         switches: feature switches.

@@ -21,7 +21,7 @@ COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all
 
 
 def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for all switches and runs, the difference from stock and the collectives called.
+    """Return, for all switches and runs, the difference from stock and the collectives called.
 
     Args:
         runs: keyword arguments of :func:`run`.
@@ -55,7 +55,7 @@ def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, A
 
 
 def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
-    """Whether this machine's matmul of a column layer's chunk equals rows of the complete matmul bit for bit.
+    """Whether this machine's matmul of a column layer's chunk equals rows of the complete matmul bit for bit.
 
     Some CPU libraries use another kernel, with another order of sums, for few rows.
     """
@@ -71,7 +71,7 @@ def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
 
 
 def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Run :func:`compare` for ``--use-ascend-coc``, with 4 chunks winning every measurement; also return
+    """Run :func:`compare` for ``--use-ascend-coc``, with 4 chunks winning every measurement; also return
     choices.
     """
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
@@ -176,7 +176,7 @@ def run(
     backward: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Run two microbatches; return outputs, input gradients and accumulated parameter gradients.
+    """Run two microbatches; return outputs, input gradients and accumulated parameter gradients.
 
     Args:
         layer: ``column`` or ``row``.
@@ -257,7 +257,7 @@ def wgrad_kernels() -> Iterator[None]:
 
 
 def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
-    """Return the collectives of one of Megatron's two functions, called with positional arguments only.
+    """Return the collectives of one of Megatron's two functions, called with positional arguments only.
 
     Args:
         name: name of the function.

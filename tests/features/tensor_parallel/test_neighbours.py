@@ -16,7 +16,7 @@ LAYERS = ("column", "row")
 
 
 def lora(layer: str) -> torch.nn.Module:
-    """Return a frozen parallel layer with two LoRA matrices, one of them parallel like the layer.
+    """Return a frozen parallel layer with two LoRA matrices, one of them parallel like the layer.
 
     The column parallel layer is a subclass that calls its parent's forward; the row parallel layer is
     wrapped. Libraries do both.

@@ -121,7 +121,7 @@ def tuned_layers():
 
 
 def before_and_after_ddp():
-    """Return the problems tuned with gradient accumulation fusion, before and after weights have
+    """Return the problems tuned with gradient accumulation fusion, before and after weights have
     ``main_grad``.
     """
     import mindspeed_dsa

@@ -115,7 +115,7 @@ def step(
 
 
 def step_in_parts(**arguments: Any) -> dict[str, Any]:
-    """Run :func:`step` with latent attention on one rank and queries in two parts.
+    """Run :func:`step` with latent attention on one rank and queries in two parts.
 
     Also returns the width of every query that was attended to.
     """
@@ -149,7 +149,7 @@ def whole_keys_of_megatron(active: bool) -> Iterator[None]:
 
 
 def in_one_group(ranks: list[dict[str, Any]], cp: int, tp: int) -> dict[str, Any]:
-    """Return the loss over all context parallel ranks, and the gradients of one of them, after checking all
+    """Return the loss over all context parallel ranks, and the gradients of one of them, after checking all
     equal.
     """
     # The ranks with context parallel rank 0.

@@ -34,7 +34,7 @@ def test_equal_to_one_piece(pool, ranks, given):
 
 
 def test_every_transfer_is_behind_attention(pool):
-    """Each transfer starts before an attention call and is awaited after it. Tag 1: keys, tag 2: their
+    """Each transfer starts before an attention call and is awaited after it. Tag 1: keys, tag 2: their
     gradients.
     """
     for events in pool.run(f"{CASES}:events_of_ring", 3):

@@ -165,7 +165,7 @@ def scripted_step(
     config: str = "config",
     **layout: Any,
 ) -> dict[str, Any]:
-    """Return gradients of two packs from a script that, like ``pretrain_gpt.py``, does not pass lengths on.
+    """Return gradients of two packs from a script that, like ``pretrain_gpt.py``, does not pass lengths on.
 
     With ``alone``, each document is a microbatch. With ``by_run``, the operators get rows run by run, as on
     NPUs. With ``cut``, the script itself cuts each document for context parallel ranks and passes the cut's
@@ -248,7 +248,7 @@ def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tenso
 
 
 def cut_documents(batch: dict[str, Tensor]) -> Any:
-    """Keep this rank's two chunks of each padded document, as Transformer Engine does; return the
+    """Keep this rank's two chunks of each padded document, as Transformer Engine does; return the
     description.
     """
     from megatron.core import parallel_state

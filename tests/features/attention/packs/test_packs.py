@@ -171,7 +171,7 @@ def test_rows_know_their_document():
 
 
 def test_megatron_is_told_of_the_same_rows(pool):
-    """The padded description covers all rows, because Megatron's rotary embedding cuts the rows at its
+    """The padded description covers all rows, because Megatron's rotary embedding cuts the rows at its
     bounds.
     """
     (told,) = pool.run(f"{CASES}:told", 1, all_lengths=[(3,), (0, 3), (2, 0, 1, 0), (), (0,)], padding=2)

@@ -48,7 +48,7 @@ def _run(
     bias: bool = False,
     graph: bool = True,
 ) -> dict[str, Any]:
-    """Run two microbatches forward, then backward.
+    """Run two microbatches forward, then backward.
 
     Args:
         kind: class of the projection.

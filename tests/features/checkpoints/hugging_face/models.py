@@ -83,7 +83,7 @@ _INDEXER = {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 32}
 
 
 def config(kind: str, **changed: Any) -> dict[str, Any]:
-    """Return the config that transformers writes for a small model.
+    """Return the config that transformers writes for a small model.
 
     Args:
         kind: a key of :data:`KINDS`.

@@ -1,4 +1,4 @@
-"""Loading refuses files that lack tensors of the model, also if no arguments were checked before.
+"""Loading refuses files that lack tensors of the model, also if no arguments were checked before.
 
 Otherwise a training loop that builds its model in an unknown way would train from random weights.
 """

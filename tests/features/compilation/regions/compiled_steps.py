@@ -31,7 +31,7 @@ def train(
     differentiated: bool = True,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """Return losses and gradients of the microbatches, an evaluation, and the regions' counts.
+    """Return losses and gradients of the microbatches, an evaluation, and the regions' counts.
 
     Args:
         switches: feature switches of the session.
@@ -54,7 +54,7 @@ def train(
 
 @contextlib.contextmanager
 def operator_by_operator(differentiated: bool = False) -> Iterator[None]:
-    """Run compiled graphs operator by operator inside the block, which needs no toolchain.
+    """Run compiled graphs operator by operator inside the block, which needs no toolchain.
 
     Args:
         differentiated: whether backward also gets a graph, as with generated code. Most compile time goes

@@ -293,7 +293,7 @@ def refusal(**switches: Any) -> str:
 
 
 def indexers_alone(stage: str, **switches: Any) -> dict[str, Any]:
-    """Take two steps with both, with layers frozen except for their indexers.
+    """Take two steps with both, with layers frozen except for their indexers.
 
     Args:
         stage: DSA stage. The warm-up freezes all layers; otherwise the embedding and the first layer are

@@ -33,7 +33,7 @@ def train(
     fails: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Take steps with an optimizer that clips, and evaluate before the last one.
+    """Take steps with an optimizer that clips, and evaluate before the last one.
 
     Args:
         switches: feature switches.

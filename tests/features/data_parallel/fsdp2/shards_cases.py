@@ -84,7 +84,7 @@ def evaluate() -> list[bool]:
 
 
 def train(ahead: int) -> dict[str, Any]:
-    """Take a step with and without shards; return events, gradient errors, cuts and the peak of gathered
+    """Take a step with and without shards; return events, gradient errors, cuts and the peak of gathered
     units.
     """
     whole, model = Stack(), Stack()

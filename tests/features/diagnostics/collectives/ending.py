@@ -1,4 +1,4 @@
-"""A process of one rank that records collectives and ends in one of several ways.
+"""A process of one rank that records collectives and ends in one of several ways.
 
 ``python -m tests.features.diagnostics.collectives.ending FOLDER WAY`` prints ``ready`` when it waits.
 """
@@ -115,7 +115,7 @@ def make_groups(*, world: bool) -> None:
 
 
 def main(folder: Path, way: str) -> None:
-    """Run one way of ending.
+    """Run one way of ending.
 
     Args:
         folder: directory of the records.

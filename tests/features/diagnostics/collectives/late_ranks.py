@@ -86,7 +86,7 @@ def ranks_of(case: str) -> int:
 def train(
     folder: str, kind: str, what: str, switches: Any = None, step: str = "tests.support.model:run", **job: Any
 ) -> dict[str, Any]:
-    """Run a step in which one rank is late, while all ranks write the calls that they wait for.
+    """Run a step in which one rank is late, while all ranks write the calls that they wait for.
 
     Args:
         folder: directory of the records.

@@ -32,7 +32,7 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def many_lengths(kind: str) -> dict[str, Any]:
-    """Run forward and backward of layers on sequences of increasing length.
+    """Run forward and backward of layers on sequences of increasing length.
 
     Returns:
         ``bytes``: size of all live integer tensors after :data:`FEW` and after :data:`MANY` lengths.

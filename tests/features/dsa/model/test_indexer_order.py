@@ -10,7 +10,7 @@ CASES = "tests.features.dsa.core_cases"
 
 
 def rotated(x: Tensor, size: int, first: bool, interleaved: bool) -> Tensor:
-    """Rotate ``size`` dimensions of ``[seq, ..., dim]`` by complex multiplication, in fp64.
+    """Rotate ``size`` dimensions of ``[seq, ..., dim]`` by complex multiplication, in fp64.
 
     With ``interleaved``, neighbours are real and imaginary part; otherwise the two halves are.
     """

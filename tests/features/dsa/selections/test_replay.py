@@ -66,7 +66,7 @@ def tensors(batch: int):
 
 
 def formulas(operands: Operands, index: IndexInputs, chosen: torch.Tensor):
-    """Return output and loss of attention to the keys of ``chosen``, a bool mask ``[b, s, s]``, by
+    """Return output and loss of attention to the keys of ``chosen``, a bool mask ``[b, s, s]``, by
     definition.
     """
     scores = torch.einsum("sbhd,tbd->bhst", operands.query, operands.key[:, :, 0]) * operands.softmax_scale

@@ -31,7 +31,7 @@ def chain(
     weights_alone: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Train some steps per stage, each stage from the checkpoint of the previous one.
+    """Train some steps per stage, each stage from the checkpoint of the previous one.
 
     Args:
         stages: names of the stages.

@@ -16,7 +16,7 @@ from mindspeed_dsa.patches import SettingsError
 
 
 class FusedAdam:
-    """Stand-in for Transformer Engine's FusedAdam in the precision-aware optimizer, which keeps master
+    """Stand-in for Transformer Engine's FusedAdam in the precision-aware optimizer, which keeps master
     weights.
 
     The first step without state for a parameter makes it.
@@ -42,7 +42,7 @@ class FusedAdam:
 
 
 class Distributed:
-    """Stand-in for Megatron's distributed optimizer, which allocates state to load into, but no master
+    """Stand-in for Megatron's distributed optimizer, which allocates state to load into, but no master
     weights.
     """
 

@@ -64,7 +64,7 @@ def train(**arguments: Any) -> dict[str, Any]:
 
 
 def kept_bytes(**arguments: Any) -> dict[str, int]:
-    """Run :func:`recompute_cases.kept_bytes`; add the bytes that one backward copies ``back``.
+    """Run :func:`recompute_cases.kept_bytes`; add the bytes that one backward copies ``back``.
 
     ``back`` equals the bytes that were off the device. Copies of an unused graph are never copied back.
     """
@@ -239,7 +239,7 @@ def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, An
 
 
 def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> dict[str, Any]:
-    """Return Transformer Engine's offload switch inside of attention, outside of it, and afterwards.
+    """Return Transformer Engine's offload switch inside of attention, outside of it, and afterwards.
 
     Args:
         switches: feature switches.

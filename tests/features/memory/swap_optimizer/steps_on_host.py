@@ -27,7 +27,7 @@ def pipeline_of(part: Any) -> Any:
 
 
 def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
-    """Return when loading and gathering start, and the staging memory between steps.
+    """Return when loading and gathering start, and the staging memory between steps.
 
     Args:
         early: whether the device copies asynchronously.
@@ -168,7 +168,7 @@ def second_optimizer(**options: Any) -> dict[str, int]:
 
 
 def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:
-    """Return peak bytes per parameter, while the optimizer is built and in its updates.
+    """Return peak bytes per parameter, while the optimizer is built and in its updates.
 
     Returns:
         ``construction``, ``first`` and ``second``: peaks.

@@ -24,7 +24,7 @@ def beside_stock(
     etp: int = 1,
     switch: Mapping[str, Any] = SWITCH,
 ) -> dict[str, Any]:
-    """Return stock's and our results of each run, and the number of transfers started.
+    """Return stock's and our results of each run, and the number of transfers started.
 
     Args:
         runs: dict from name to the keyword arguments of :func:`run`.
@@ -67,7 +67,7 @@ def run(
     expert_tensor_parallel_size: int = 1,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Run the forward of all microbatches, then their backward.
+    """Run the forward of all microbatches, then their backward.
 
     Args:
         tp: tensor parallel size.
@@ -173,7 +173,7 @@ def kernels() -> Iterator[None]:
 
 
 def order(frozen: bool = False, switch: Mapping[str, Any] = SWITCH, **overrides: Any) -> dict[str, list[str]]:
-    """Return the events of one forward and backward: transfers, expert modules and their weight gradients.
+    """Return the events of one forward and backward: transfers, expert modules and their weight gradients.
 
     Args:
         frozen: whether the routed experts are frozen.

@@ -35,7 +35,7 @@ def train(
     frozen: Sequence[int] = (),
     **layout: Any,
 ) -> dict[str, Any]:
-    """Run the forward of microbatches with given expert popularities, then their backward.
+    """Run the forward of microbatches with given expert popularities, then their backward.
 
     Args:
         switches: feature switches.

@@ -18,7 +18,7 @@ from tests.support import model, moe
 
 
 def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
-    """Run a training step; also return the number of halves, and of halves passed directly to the next layer.
+    """Run a training step; also return the number of halves, and of halves passed directly to the next layer.
 
     Args:
         dense: whether attention is dense.

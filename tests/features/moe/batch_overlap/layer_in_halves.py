@@ -40,7 +40,7 @@ def times(seconds: Times) -> Iterator[list[str]]:
 
 
 def measured(switch: Mapping[str, Any]) -> dict[str, Any]:
-    """Run three layers, two of one size, stock and ours, and return everything that a forward may change.
+    """Run three layers, two of one size, stock and ours, and return everything that a forward may change.
 
     For the first size, rank 0 finds halves faster and rank 1 slower. For the other size both find them
     faster.

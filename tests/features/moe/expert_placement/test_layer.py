@@ -37,7 +37,7 @@ def train(
     tp: int = 1,
     switches: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run two microbatches of a layer with eight experts, in their default slots or in ``order``.
+    """Run two microbatches of a layer with eight experts, in their default slots or in ``order``.
 
     Returns:
         outputs, input gradients, router gradients, all experts' gradients by number, and the tokens that each

@@ -65,7 +65,7 @@ def experts(
     main_grad: torch.dtype | None = None,
     **arguments: Any,
 ) -> None:
-    """Compare the expert modules with a given number of rows per expert, two forwards before the backwards.
+    """Compare the expert modules with a given number of rows per expert, two forwards before the backwards.
 
     With ``main_grad``, the stacked weights have a gradient buffer, and Megatron's mark for gradients that are
     in the buffer already.
@@ -176,7 +176,7 @@ def overlapped(**arguments: Any) -> int:
 
 
 def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Compare grouped experts in other slots with stock's, and check that they are saved by expert number.
+    """Compare grouped experts in other slots with stock's, and check that they are saved by expert number.
 
     Returns:
         the experts of each rank.

@@ -39,7 +39,7 @@ def train(
     mtp: bool = False,
     **layout: Any,
 ) -> list[dict[int, list[int]]]:
-    """Train a model with three MoE layers, with a report in ``folder`` unless it is empty.
+    """Train a model with three MoE layers, with a report in ``folder`` unless it is empty.
 
     Returns:
         per step, the tokens per layer and expert that this rank's routers sent.

@@ -21,7 +21,7 @@ SWITCH = {"moe_permute_fusion": True}
 def beside_stock(
     runs: Mapping[str, Mapping[str, Any]], tp: int = 1, ep: int = 1, etp: int = 1
 ) -> dict[str, Any]:
-    """Return stock's and our results of each run, and the dispatcher's calls of our operator.
+    """Return stock's and our results of each run, and the dispatcher's calls of our operator.
 
     Args:
         runs: dict from name to the keyword arguments of :func:`run`.
@@ -58,7 +58,7 @@ def run(
     absent: Sequence[int] = (),
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Run the forward of all microbatches, then their backward.
+    """Run the forward of all microbatches, then their backward.
 
     Args:
         tp: tensor parallel size.

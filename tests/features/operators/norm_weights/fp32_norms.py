@@ -41,7 +41,7 @@ def from_equal_weights(
     ones: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train from norm weights that bf16 holds exactly.
+    """Train from norm weights that bf16 holds exactly.
 
     Args:
         switches: feature switches for ``mindspeed_dsa.enable``.
@@ -121,7 +121,7 @@ def converted(kind: str) -> dict[str, Any]:
 
 
 def output_and_gradients(fused: bool, normalization: str, held: bool) -> dict[str, Tensor]:
-    """Return output and gradients of a norm with bf16 rows and an fp32 weight that bf16 cannot hold.
+    """Return output and gradients of a norm with bf16 rows and an fp32 weight that bf16 cannot hold.
 
     Args:
         fused: whether the fused operator computes it.

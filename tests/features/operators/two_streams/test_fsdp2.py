@@ -31,7 +31,7 @@ def trained(switches: dict[str, Any], pairs: bool = False, **overrides: Any) -> 
 
 
 def watched_step(leaves_out: str = "") -> dict[str, list[str]]:
-    """Return races in a step, and weights freed while the second stream may read them.
+    """Return races in a step, and weights freed while the second stream may read them.
 
     Args:
         leaves_out: omitted synchronization: ``waits`` of the first stream, or weight gradient

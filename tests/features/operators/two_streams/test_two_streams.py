@@ -42,7 +42,7 @@ def watched_layer(
     switches: Mapping[str, Any] | None = None,
     **layout: int,
 ) -> list[dict[str, Any]]:
-    """Return the races of a layer's forward and backward, each time without one of the event waits.
+    """Return the races of a layer's forward and backward, each time without one of the event waits.
 
     Args:
         dropped: indices of the waits to omit, in forward order; ``None`` omits none.

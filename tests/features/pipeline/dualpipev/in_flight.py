@@ -1,4 +1,4 @@
-"""Worker functions: counts of chunk forwards with live activations in a training step.
+"""Worker functions: counts of chunk forwards with live activations in a training step.
 
 A forward is alive as long as any tensor that it made and saved for backward is alive, in the graph or with
 deferred weight gradients. Not counted: tensors that outlive the step (weights), a forward's input and
@@ -23,7 +23,7 @@ from mindspeed_dsa.schedule.events import Kind, Schedule
 from tests.support import model
 
 Counts = list[tuple[str, int]]
-"""Per block, except deferred weight gradients: kinds of its events, and the number of live forwards before
+"""Per block, except deferred weight gradients: kinds of its events, and the number of live forwards before
 it.
 """
 

@@ -50,7 +50,7 @@ def races(
     overrides: Mapping[str, Any] | None = None,
     forgets: bool = False,
 ) -> dict[str, Any]:
-    """Return the races in two microbatches through two layers, and each stream's number of waits.
+    """Return the races in two microbatches through two layers, and each stream's number of waits.
 
     Args:
         dropped: dict from a stream, ``first`` or ``second``, to the number of its event wait to omit.

@@ -101,7 +101,7 @@ def test_chains_of_four_ranks(pool):
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_steps_of_overlapped_reduction(pool, ranks, distributed, recomputed):
-    """No bucket is reduced before the gradients from other ranks arrive, and weights report as often as in
+    """No bucket is reduced before the gradients from other ranks arrive, and weights report as often as in
     stock.
     """
     for rank in pool.run(

@@ -82,7 +82,7 @@ def without_a_list() -> list[tuple[int, int]]:
 
 
 def of_two_megatrons() -> tuple[float, list[bool]]:
-    """Return a sum over the second Megatron's group after the first one's are destroyed, and the remaining
+    """Return a sum over the second Megatron's group after the first one's are destroyed, and the remaining
     groups.
     """
     from mindspeed_dsa.features.platform.cpu.gloo import destroy_groups, remember_group
@@ -118,7 +118,7 @@ def set_up_at_different_times() -> tuple[float, float]:
 
 
 def nested() -> list[Any]:
-    """Destroy groups in lists and dicts, as hierarchical and hybrid context parallelism keep them; on two
+    """Destroy groups in lists and dicts, as hierarchical and hybrid context parallelism keep them; on two
     ranks.
     """
     counts = []
@@ -150,7 +150,7 @@ def what_is_not_megatrons() -> list[Any]:
 
 
 def destroyed_before(stores: list[str]) -> list[tuple[int, int, list[str]]]:
-    """Destroy groups after the caller has destroyed a group, or the world if ``stores`` for new ones are
+    """Destroy groups after the caller has destroyed a group, or the world if ``stores`` for new ones are
     given.
     """
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -12,7 +12,7 @@ from tests.support.pool import WorkerPool
 
 
 def gather(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather ``sizes[rank]`` rows of each rank; return ``(gathered, gradient of this rank's rows)``.
+    """Gather ``sizes[rank]`` rows of each rank; return ``(gathered, gradient of this rank's rows)``.
 
     Rank ``r`` has the loss ``(r + 1) * weights``, with ``weights`` ``[sum(sizes), 3]``.
     """
@@ -28,7 +28,7 @@ def gather(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def reduce_scatter(sizes: list[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``(rank + 1) * weights`` over ranks and keep this rank's rows; return ``(rows, gradient)``.
+    """Sum ``(rank + 1) * weights`` over ranks and keep this rank's rows; return ``(rows, gradient)``.
 
     The gradient is with respect to the input. Rank ``r`` has the loss ``(r + 1)`` times the sum of its rows.
     """

@@ -18,7 +18,7 @@ from tests.support.optimizer_job import build, drawn_gradients, gather, step
 
 
 def train(switches: Mapping[str, Any] | None, loads: bool, **options: Any) -> dict[str, Any]:
-    """Take three steps with given gradients; with ``loads``, save and load the state before the last one.
+    """Take three steps with given gradients; with ``loads``, save and load the state before the last one.
 
     Returns:
         weights, calls of the fused operator, and the param groups' flags between steps.

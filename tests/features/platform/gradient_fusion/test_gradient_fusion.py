@@ -30,7 +30,7 @@ def step(
     overlap: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Return the gradients of two microbatches, and the number of gradients that linear layers added.
+    """Return the gradients of two microbatches, and the number of gradients that linear layers added.
 
     Args:
         switches: feature switches.

@@ -17,7 +17,7 @@ from tests.support import third_party
 
 
 def train_and_resume(layout: str, platform: str = "cpu") -> dict[str, list[torch.Tensor]]:
-    """Take four steps with the distributed optimizer; repeat the last two with a new one from saved state.
+    """Take four steps with the distributed optimizer; repeat the last two with a new one from saved state.
 
     Args:
         layout: Megatron's format of the moments, ``dp_zero`` or ``dp_reshardable``.

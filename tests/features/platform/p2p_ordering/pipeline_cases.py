@@ -56,7 +56,7 @@ def _p2p(name: str, **tensors: torch.Tensor | None) -> Any:
 
 
 def send_then_free(repaired: bool) -> float | None:
-    """Send sevens from rank 0 and free the tensor as the schedule does; rank 1 receives later.
+    """Send sevens from rank 0 and free the tensor as the schedule does; rank 1 receives later.
 
     Returns:
         on rank 1, the share of received elements that are seven.
@@ -82,7 +82,7 @@ def send_then_free(repaired: bool) -> float | None:
 
 
 def exchange_both_ways(repaired: bool) -> tuple[float, float]:
-    """Send an activation (10 + rank) forward and a gradient (20 + rank) back in one batch, on both ranks.
+    """Send an activation (10 + rank) forward and a gradient (20 + rank) back in one batch, on both ranks.
 
     Returns:
         the received activation and gradient.
@@ -127,7 +127,7 @@ def forget_a_send() -> float | None:
 
 
 def train(pipeline: int, chunks: int | None, overlap: bool, evaluate: bool = False) -> dict[str, Any]:
-    """Train a small GPT model for a few steps; weights depend on their names, data on the step.
+    """Train a small GPT model for a few steps; weights depend on their names, data on the step.
 
     Args:
         pipeline: pipeline parallel size; the remaining ranks repeat the same data.
