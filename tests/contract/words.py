@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.sources import tree_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mindspeed_dsa"
@@ -35,6 +35,11 @@ VAGUE = {"each", "found", "own", "given", "known", "chosen", "at"}
 LONG_SENTENCE = 35
 
 _SECTION = re.compile(r"^( *)(Args|Attributes):$")
+# A tenth of the time of Python's own tokenizer.
+_STRING_OR_COMMENT = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*""",
+    re.S,
+)
 _ENTRY = re.compile(r"^( *)(\*{0,2}[A-Za-z_][\w, *]*): (.*)$")
 
 
@@ -128,7 +133,7 @@ def count_code(files: Iterable[Path]) -> Counts:
         for line, text in _comments(source):
             counts.comments += lines[line - 1].lstrip().startswith("#")
             _count_words(counts, file, line, text)
-        tree = ast.parse(source)
+        tree = tree_of(file)
         for node in _documentation(tree):
             for offset, text in enumerate(str(node.value).splitlines()):
                 _count_words(counts, file, node.lineno + offset, text)
@@ -179,9 +184,12 @@ def _count_entries(counts: Counts, file: Path, node: ast.Constant) -> None:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"# ?(noqa|type:|fmt:|!)", token.string):
-            yield token.start[0], token.string
+    line = begin = 0
+    for found in _STRING_OR_COMMENT.finditer(source):
+        line += source.count("\n", begin, found.start())
+        begin = found.start()
+        if found[0].startswith("#") and not re.match(r"# ?(noqa|type:|fmt:|!)", found[0]):
+            yield line + 1, found[0]
 
 
 def _documentation(tree: ast.Module) -> Iterator[ast.Constant]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.sources import tree_of
+
 
 class Reference(NamedTuple):
     """``importer`` names ``imported``; as a ``string``, of which only the beginning is known if ``open``."""
@@ -39,7 +41,7 @@ class Sources:
         self.folders = {
             ".".join(parts[:n]) for parts in map(_parts, self.files) for n in range(1, len(parts))
         }
-        self.trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in self.files.items()}
+        self.trees = {name: tree_of(file) for name, file in self.files.items()}
         self.references = [found for name in self.files for found in self._references_of(name)]
 
     def _name(self, file: Path, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Caches of sources: sessions of one process parse and check each source only once."""
+"""Caches of sources: each process parses and checks each source only once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa import features
 from mindspeed_dsa.patches import drift, source_tree
 from mindspeed_dsa.session import checks
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    """Return the parsed source of a file, for all tests that read it; nobody may change the tree."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def parse_once() -> None:
