@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import logging
 import os
 import re
@@ -27,7 +29,8 @@ from tests.combinations.options import (
     row_of,
     rows,
 )
-from tests.combinations.play import deviation, train
+from tests.combinations.play import deviation
+from tests.support.pool import WorkerPool
 
 MENDED = [
     ("--recompute-norm", "--fine-grained-activation-offloading", "copying to the host"),
@@ -150,13 +153,20 @@ ROUTER = (
 ).split()
 
 
-def test_options_train_beside_features_as_without(tmp_path: Path):
+def test_options_train_beside_features_as_without(pool: WorkerPool, tmp_path: Path):
     """The quick one of the jobs below, with the example's own loop."""
-    argv = [*MODEL, *ROUTER, "--train-iters", "2", "--no-save"]
-    features = ["--recompute-norm", "--swap-optimizer", "--moe-grouped-gemm"]
-    without = train([*argv, "--no-use-fused-dsa"], 1, tmp_path / "without", [])
-    featured = train([*argv, *features], 1, tmp_path / "featured", [])
-    assert deviation(without, featured, "fp32") <= 1
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
+    data = ["--data", str(tmp_path / "text"), "--data-cache-path", str(tmp_path / "cache")]
+    argv = [*MODEL, *ROUTER, *data, "--train-iters", "2", "--no-save"]
+    features = ("use_fused_dsa", "recompute_norm", "swap_optimizer", "moe_grouped_gemm")
+    train = "tests.support.example_job:train"
+    (without,) = pool.run(train, 1, argv=argv)
+    (featured,) = pool.run(
+        train, 1, argv=[*argv, "--moe-grouped-gemm"], switches=dict.fromkeys(features, True)
+    )
+    assert len(without.records) == 2
+    assert deviation(without.records, featured.records, "fp32") <= 1
 
 
 @pytest.fixture(scope="module")

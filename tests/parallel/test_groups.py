@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_dsa.parallel.groups import subgroup
 
 
-def rank_of(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+def make_groups() -> None:
+    """Run one rank's part."""
+    rank = dist.get_rank()
     parent = dist.new_group([0, 1], timeout=timedelta(minutes=77))
     if rank == 0:  # like the groups of embeddings that the first stage of a pipeline has
         for _ in range(2):
@@ -24,12 +23,7 @@ def rank_of(rank: int, rendezvous: str) -> None:
         assert total.item() == 3
         # The timeout is the one of Megatron's groups, --distributed-timeout-minutes.
         assert group._get_backend(total.device).options._timeout == timedelta(minutes=77)
-    dist.destroy_process_group()
 
 
-def test_members_find_each_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.spawn(rank_of, args=(f"file://{tmp_path}/rendezvous",), nprocs=2, join=False)
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=5):
-        assert time.monotonic() < deadline, "a member waits for the others"
+def test_members_find_each_other(pool):
+    pool.run("tests.parallel.test_groups:make_groups", 2, timeout_s=120)

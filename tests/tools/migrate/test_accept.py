@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from mindspeed_dsa import session
 from mindspeed_dsa.features.platform.without_apex.feature import switch_off_missing_fusions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import accept
+from tests.support import warm
 
 FLAG = "--accept-mindspeed-flags"
 ENV = "MINDSPEED_DSA_ACCEPT_MINDSPEED_FLAGS"
@@ -118,7 +118,5 @@ def test_fusions_whose_modules_are_missing_are_switched_off():
 @pytest.mark.parametrize(("flags", "loaded"), [([], False), ([FLAG], True)], ids=["without", "with"])
 def test_only_a_job_that_asks_for_it_loads_the_translator(flags, loaded):
     code = f"import mindspeed_dsa.megatron_adaptor, sys; print({accept.__name__!r} in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == [str(loaded)]
+    done = warm.run([sys.executable, "-c", code, *flags])
+    assert done.stdout.split() == [str(loaded)], done.stderr

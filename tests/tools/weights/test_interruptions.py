@@ -282,14 +282,19 @@ def test_without_locks_two_writers_do_not_meet(
     done("import", model, tmp_path / "whole")
     for words in (("export", tmp_path / "whole", tmp_path / "out"), ("import", model, tmp_path / "twice")):
         command = [sys.executable, "-c", STALLED, *map(str, words)]
-        pipes: dict[str, int] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(command, env=environment(), text=True, **pipes) as first:
-            assert first.stdout is not None
+        first = warm.popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert first.stdin is not None
+        assert first.stdout is not None
+        try:
             assert first.stdout.readline() == "writes\n"
             others = ("--shard-size", PART) if words[0] == "export" else ("--dtype", "float32")
             status, text = models.weights(*words, *others)
-            _, said = first.communicate("go on\n", timeout=120)
-        assert first.returncode == 0, said
+            first.stdin.write("go on\n")
+            first.stdin.close()
+            said = first.stdout.read()
+            assert first.wait(120) == 0, said
+        finally:
+            first.kill()
         assert status == 2
         assert f"is being written by process {first.pid} on " in text
     assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(model))
