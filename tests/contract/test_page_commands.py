@@ -50,7 +50,10 @@ def problems_of(flags: list[str]) -> list[str]:
         return [str(error)]
 
 
-@pytest.fixture(params=megatron_flags.releases())
+FIRST, *BETWEEN, LAST = megatron_flags.releases()
+
+
+@pytest.fixture(params=[FIRST, *(pytest.param(each, marks=pytest.mark.full) for each in BETWEEN), LAST])
 def release(request, monkeypatch):
     """Make a recorded release of Megatron-LM appear to be installed."""
     monkeypatch.setattr(versions, "_written", lambda root: request.param)

@@ -77,10 +77,10 @@ plain = partial(row, "megatron", watched=AT_EXPERTS)
 
 MEGATRON = (
     plain("TP2+SP", 2, TP2, SHALLOW, quick=True),
-    plain("PP2", 2, PP2, SHALLOW, quick=True),
+    plain("PP2", 2, PP2, SHALLOW),
     plain("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
-    plain("EP2", 2, EP2, SHALLOW, quick=True),
-    plain("DP2, distributed optimizer", 2, ZERO, SHALLOW, quick=True),
+    plain("EP2", 2, EP2, SHALLOW),
+    plain("DP2, distributed optimizer", 2, ZERO, SHALLOW),
     plain("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
     plain("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
     plain("TP2+SP x DP2, EP2, distributed optimizer", 4, f"{TP2} {EP2} {ZERO}"),
@@ -164,7 +164,7 @@ ATTENTION = (
         blocks=16,
         pack_documents=True,
     ),
-    shared("CP2 x PP2", 4, PP2, "--num-layers 2", steps=10, quick=True, cp=2),
+    shared("CP2 x PP2", 4, PP2, "--num-layers 2", steps=10, cp=2),
     shared("CP2", 2, model=SHALLOW, steps=10, cp=2),
     shared("CP2, keys kept", 2, model=SHALLOW, steps=10, cp_keep_gathered=True, cp=2),
     blocks("CP2", 2, model=SHALLOW, steps=10),
@@ -396,7 +396,7 @@ norms = partial(
 )
 
 FASTER_LAYERS = (
-    without_logits("TP2+SP", 2, TP2, quick=True, fused_linear_cross_entropy_gradient="forward"),
+    without_logits("TP2+SP", 2, TP2, fused_linear_cross_entropy_gradient="forward"),
     without_logits("one process, MTP, tied embeddings", model=TIED_MTP),
     without_logits(
         "TP2, MTP", 2, "--tensor-model-parallel-size 2", model=f"{DENSE} {NO_EXPERTS} {MTP}", both={}

@@ -68,7 +68,7 @@ together = partial(
 )
 
 EXPERTS = (
-    launched("EP2", 2, EP2, SHALLOW, quick=True, watched=AT_EXPERTS),
+    launched("EP2", 2, EP2, SHALLOW, watched=AT_EXPERTS),
     launched("EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
     launched("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
     launched("PP2 x EP2", 4, f"{PP2} {EP2}"),
@@ -90,7 +90,7 @@ EXPERTS = (
         **PERMUTE,
         **FUSED,
     ),
-    attending("attention, EP2", 2, EP2, SHALLOW, quick=True),
+    attending("attention, EP2", 2, EP2, SHALLOW),
     attending("attention, EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
     attending("attention, EP4", 4, EP4),
     attending("attention, TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
@@ -116,7 +116,7 @@ EXPERTS = (
         **PERMUTE,
         **FUSED,
     ),
-    moved("EP2, distributed optimizer, overlap", 2, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),
+    moved("EP2, distributed optimizer, overlap", 2, f"{EP2} {ZERO} {OVERLAP}", SHALLOW),
     moved("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
     moved("EP2 x DP2, one expert", 4, f"{EP2} --overlap-grad-reduce", balanced_moe_hot_expert_num=1),
     moved("PP2 x EP2, distributed optimizer, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP}"),
@@ -147,9 +147,7 @@ EXPERTS = (
         **LATER,
         moe_alltoall_overlap_comm=True,
     ),
-    grouped(
-        "EP2, distributed optimizer", 2, f"{EP2} {ZERO} {STACKED}", SHALLOW, quick=True, watched=AT_EXPERTS
-    ),
+    grouped("EP2, distributed optimizer", 2, f"{EP2} {ZERO} {STACKED}", SHALLOW, watched=AT_EXPERTS),
     grouped("PP2, MTP", 2, f"{PP2} {STACKED}", MTP),
     grouped("TP2+SP x EP2", 4, f"{TP2} {EP2} {STACKED}"),
     grouped("PP2 x EP2 x DP2, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP} {STACKED}"),
@@ -160,7 +158,7 @@ EXPERTS = (
         **FUSED,
         recompute_activation_function=True,
     ),
-    permuted("EP2", 2, f"{EP2} --moe-permute-fusion", SHALLOW, quick=True),
+    permuted("EP2", 2, f"{EP2} --moe-permute-fusion", SHALLOW),
     extended("TP2+SP", 2, TP2, SHALLOW, quick=True),
     extended("TP2+SP x EP2", 4, f"{TP2} {EP2}"),
     together("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),

@@ -74,6 +74,7 @@ def full(name: str, *case: Any) -> Any:
 # -- features beside the arguments --------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "model", "switches", "watched"),
     [
@@ -127,7 +128,13 @@ BY_1F1B = Layout("1F1B", 2, IN_PIPELINE, SHALLOW)
         full("recomputed", f"{IN_PIPELINE} {FULL_RECOMPUTE}", {}, scaled.REPEATED),
         full("DualPipeV, recomputed", f"{IN_V} {FULL_RECOMPUTE}", V, scaled.REPEATED),
         full("split backward, recomputed", f"{IN_PIPELINE} {FULL_RECOMPUTE}", LATER, events.WAITED),
-        pytest.param(f"{IN_PIPELINE} {FULL_RECOMPUTE}", AHEAD, scaled.REPEATED, id="recomputed in advance"),
+        pytest.param(
+            f"{IN_PIPELINE} {FULL_RECOMPUTE}",
+            AHEAD,
+            scaled.REPEATED,
+            id="recomputed in advance",
+            marks=pytest.mark.full,
+        ),
         full(
             "interleaved, recomputed in advance",
             f"{IN_PIPELINE} {VPP2} {FULL_RECOMPUTE}",

@@ -222,6 +222,7 @@ def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) ->
     go(other, optimizer, "DualPipeV", optimizer, model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second", "optimizer", "model"),
     [
@@ -265,6 +266,7 @@ def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: A
     return Layout(f"FSDP2: {name}", ranks, flags, model, switches={**FSDP2, **switches})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -60,9 +60,11 @@ def test_fused_dsa_in_a_model_without_dsa_is_refused() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--expert-model-parallel-size 2 --balanced-moe-experts",
+        pytest.param("--expert-model-parallel-size 2 --balanced-moe-experts", marks=pytest.mark.full),
         "--expert-model-parallel-size 2 --moe-batch-overlap",
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-ascend-coc",
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --use-ascend-coc", marks=pytest.mark.full
+        ),
     ],
     ids=["rates", "halves", "chunks"],
 )
@@ -191,7 +193,11 @@ def test_the_api_cannot_say_what_the_job_does_not_do() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ("moe_act", "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm"),
+        pytest.param(
+            "moe_act",
+            "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm",
+            marks=pytest.mark.full,
+        ),
         ("moe_axt", "Megatron refuses this model: Invalid choices for recompute_modules: {'moe_axt'}"),
     ],
 )

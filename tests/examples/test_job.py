@@ -49,6 +49,7 @@ def test_a_finished_run_leaves_everything_behind(jobs: JobServer, tmp_path: Path
     assert latest(run / "checkpoints") == 6
 
 
+@pytest.mark.full
 def test_two_runs_of_one_job_are_equal(jobs: JobServer, tmp_path: Path) -> None:
     for _ in range(2):
         assert jobs.run(tmp_path / "run", "--train-iters", "2", "--no-save").code == 0
@@ -66,7 +67,11 @@ def test_a_job_leaves_no_model_behind(jobs: JobServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--num-experts", "0"], ["--mtp-num-layers", "1"], ["--bf16", "--recompute-activations"]],
+    [
+        pytest.param(["--num-experts", "0"], marks=pytest.mark.full),
+        pytest.param(["--mtp-num-layers", "1"], marks=pytest.mark.full),
+        ["--bf16", "--recompute-activations"],
+    ],
     ids=["dense", "mtp", "bf16-recompute"],
 )
 def test_other_models_train_too(jobs: JobServer, tmp_path: Path, flags: list[str]) -> None:
@@ -100,6 +105,7 @@ def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path
     assert sorted(path.stat().st_mtime_ns for path in initial.rglob("*")) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "precision", [pytest.param((), marks=pytest.mark.full), ("--bf16",)], ids=["fp32", "bf16"]
 )

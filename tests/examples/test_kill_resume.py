@@ -100,9 +100,9 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("in the writer", "its writer has ended without a word"),
+        pytest.param("in the writer", "its writer has ended without a word", marks=pytest.mark.full),
         ("full disk", "File too large"),
-        ("vanished folder", "No such file or directory"),
+        pytest.param("vanished folder", "No such file or directory", marks=pytest.mark.full),
     ],
 )
 def test_what_cannot_be_written_ends_the_job_in_one_line(

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from dsa_job.checkpoints import latest
 
 from .conftest import JobServer, records, wait_for
@@ -24,6 +25,7 @@ def test_nan_loss_stops_every_rank_and_names_step_and_rank(jobs: JobServer, tmp_
     assert not (run / "summary.json").exists()
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_not_finite_is_laid_to_the_rank_it_is_on(jobs: JobServer, tmp_path: Path) -> None:
     layout = ("--pipeline-model-parallel-size", "2", "--no-save")
     finished = jobs.start(tmp_path / "run", *layout, ranks=2, fault="gradient on rank 1")
@@ -32,6 +34,7 @@ def test_a_gradient_that_is_not_finite_is_laid_to_the_rank_it_is_on(jobs: JobSer
     assert message in finished[0].output
 
 
+@pytest.mark.full
 def test_a_gradient_that_overflows_stops_the_run(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = jobs.run(run, "--lr", "1e30", "--clip-grad", "0", "--save-interval", "1")

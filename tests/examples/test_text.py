@@ -17,6 +17,7 @@ def names(source: corpus.Source) -> list[str]:
     return [name for name, _, _ in source.files]
 
 
+@pytest.mark.full
 def test_the_default_is_the_standard_library() -> None:
     source = corpus.find_text(None)
     assert {"argparse.py", "json/decoder.py"} <= set(names(source))

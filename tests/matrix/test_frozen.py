@@ -75,7 +75,7 @@ AHEAD = {"recompute_in_advance": True}
     [
         (EMBEDDING, FULL, {}, {}),
         (EMBEDDING, FULL, FUSED, {"tp": 2}),
-        (EMBEDDING, BLOCK, FUSED, {"pp": 2}),
+        pytest.param(EMBEDDING, BLOCK, FUSED, {"pp": 2}, marks=pytest.mark.full),
         (ALL_BEFORE_CORE, SELECTIVE, {}, {}),
         (EMBEDDING, OUTPUTS, {}, {}),
         (ALL_BUT_QUERIES, OUTPUTS, FUSED, {}),

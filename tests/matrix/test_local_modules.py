@@ -17,7 +17,9 @@ LAYER_NORM = {"normalization": "LayerNorm", "persist_layer_norm": True}
 RMS_NORM = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "add_bias_linear": False}
 
 
-@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(
+    "norm", [pytest.param(LAYER_NORM, marks=pytest.mark.full), RMS_NORM], ids=["LayerNorm", "RMSNorm"]
+)
 def test_a_dense_model_trains_with_sequence_parallelism(pool, norm):
     (alone,) = pool.run(f"{__name__}:step", 1, norm=norm)
     ranks = pool.run(f"{__name__}:step", 2, tp=2, norm=norm)

@@ -42,7 +42,7 @@ def indexers_learn(result):
     ("switches", "formulas", "overrides"),
     [
         (FP8, "ue8m0", {}),
-        (PLAIN, "plain", {}),
+        pytest.param(PLAIN, "plain", {}, marks=pytest.mark.full),
         pytest.param(FP8, "ue8m0", DENSE_LOSS, marks=pytest.mark.full),
         pytest.param(FP8, "ue8m0", RECOMPUTED, marks=pytest.mark.full),
         pytest.param(FP8, "ue8m0", CORE, marks=pytest.mark.full),

@@ -47,6 +47,7 @@ def test_only_indexers_that_serve_other_layers_learn_differently(pool):
     assert layers == {"2", "6"}  # numbered from 0: layers 3 and 7 serve the layers above them
 
 
+@pytest.mark.full
 @pytest.mark.releases(">=0.16,<0.19", quick=True)
 def test_the_loss_in_backward_has_the_same_gradients(pool):
     expected = one_process(pool, QUARTER, SERVED)
@@ -57,12 +58,12 @@ def test_the_loss_in_backward_has_the_same_gradients(pool):
 @pytest.mark.parametrize(
     ("sharing", "recompute", "loss"),
     [
-        (GLM, FULL, {}),
-        (QUARTER, GROUPS, {}),
-        (QUARTER, BLOCK, {}),
+        pytest.param(GLM, FULL, {}, marks=pytest.mark.full),
+        pytest.param(QUARTER, GROUPS, {}, marks=pytest.mark.full),
+        pytest.param(QUARTER, BLOCK, {}, marks=pytest.mark.full),
         (QUARTER, CORE, {}),
         (QUARTER, FULL, DENSE),
-        (HALF, CORE, DENSE),
+        pytest.param(HALF, CORE, DENSE, marks=pytest.mark.full),
     ],
     ids=["full", "groups", "block", "core", "full, all keys", "core, all keys"],
 )
@@ -77,15 +78,15 @@ def test_recomputed_layers_have_the_same_bits(pool, sharing, recompute, loss):
     ("sharing", "overrides", "sizes", "switches"),
     [
         (QUARTER, {}, {"pp": 2}, {}),
-        (GLM, {**GLM_STAGES, **FULL}, {"pp": 2}, {}),
+        pytest.param(GLM, {**GLM_STAGES, **FULL}, {"pp": 2}, {}, marks=pytest.mark.full),
         (HALF, GROUPS, {"pp": 2, "vpp": 2}, {}),
         (QUARTER, {}, {"tp": 2}, {}),
-        (QUARTER, CORE, {"tp": 2}, {}),
-        (QUARTER, DENSE, {"tp": 2}, {}),
+        pytest.param(QUARTER, CORE, {"tp": 2}, {}, marks=pytest.mark.full),
+        pytest.param(QUARTER, DENSE, {"tp": 2}, {}, marks=pytest.mark.full),
         (QUARTER, {}, {"cp": 2}, {}),
-        (QUARTER, CORE, {"cp": 2}, {}),
-        (QUARTER, DENSE, {"cp": 2}, {}),
-        (HALF, FULL, {"pp": 2, "vpp": 2}, {"recompute_in_advance": True}),
+        pytest.param(QUARTER, CORE, {"cp": 2}, {}, marks=pytest.mark.full),
+        pytest.param(QUARTER, DENSE, {"cp": 2}, {}, marks=pytest.mark.full),
+        pytest.param(HALF, FULL, {"pp": 2, "vpp": 2}, {"recompute_in_advance": True}, marks=pytest.mark.full),
     ],
     ids=[
         "PP2",

@@ -63,8 +63,8 @@ def indexers(result):
 @pytest.mark.parametrize(
     ("overrides", "layers"),
     [
-        (HALF, [1, 3, 5, 7]),
-        (QUARTER, [1, 5]),
+        pytest.param(HALF, [1, 3, 5, 7], marks=pytest.mark.full),
+        pytest.param(QUARTER, [1, 5], marks=pytest.mark.full),
         (GLM, [1, 2, 3, 7]),
         ({"dsa_indexer_topk_pattern": "FSSCSCCS"}, [1, 4, 6, 7]),
     ],
@@ -87,9 +87,7 @@ RECOMPUTED = {"full": FULL, "groups": GROUPS, "block": BLOCK, "core": CORE}
 KERNELS = {"Megatron's functions": {}, "fused": FUSED}
 QUICK = {
     ("PP2", "full", "Megatron's functions"),
-    ("PP2 x VPP2", "groups", "fused"),
     ("PP2 x VPP2", "block", "fused"),
-    ("GLM-5.2 on PP2", "core", "fused"),
 }
 
 

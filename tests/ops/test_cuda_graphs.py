@@ -17,6 +17,12 @@ pytestmark = pytest.mark.skipif(
     triton_backend.DEVICE != "cpu", reason="the stand-in captures in Triton's interpreter"
 )
 
+SLOW = {
+    ("indexer_kl_loss, sparse and dense", "triton"),
+    ("sparse_flash_attention, with the loss in its backward", "triton"),
+}
+"""Cases of full runs: the quick case of the whole operator runs their kernels as well."""
+
 
 @pytest.fixture(autouse=True)
 def as_in_training(poisoned_memory, checked_indices):
@@ -47,7 +53,12 @@ def captured(case: Case, backend: str) -> tuple[Graph, list[Tensor], list[Tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [(name, backend) for name, case in CASES.items() for backend in case.backends]
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=pytest.mark.full if (name, backend) in SLOW else ())
+        for name, case in CASES.items()
+        for backend in case.backends
+    ],
 )
 def test_a_replay_computes_with_new_data(name, backend):
     case = CASES[name]

@@ -267,7 +267,7 @@ def test_numbers_of_every_kind(kind, seed):
         assert torch.equal(quantised_indexer(*inputs, 30, **options, backend=backend), expected)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_threads_and_sizes_decide_nothing(threads, monkeypatch):
     inputs = indexer_inputs(1, 300, heads=64, dim=128, dtype=torch.bfloat16)
     expected = quantised_indexer(*inputs, 40, backend="reference")

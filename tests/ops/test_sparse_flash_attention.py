@@ -33,7 +33,7 @@ def expected_of(query, key_value, indices, scale, value_dim):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float64, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("heads", "dim", "value_dim", "topk"), SHAPES)
 def test_forward_and_backward(backend, dtype, heads, dim, value_dim, topk):
     query, key_value = attention_inputs(2, 19, 83, heads, dim, dtype)

@@ -163,7 +163,7 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
         assert (value.float() - expected.float()).norm() < bound * expected.float().norm()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(
     ("heads", "dtype"),
     [

@@ -15,7 +15,7 @@ from tests.ops.random_inputs import indexer_inputs, packed_ranges, random_indice
 from tests.ops.test_indexer_kl_loss import SCALE, check, expected_loss, main_inputs
 from tests.ops.triton_backend import DEVICE, indexer, kl_loss
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16)
 
 
 def on_device(tensors):

@@ -61,7 +61,7 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
             grad_keys[row, of_tile][valid] = sums[valid]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(
     ("batch", "rows", "heads", "topk", "chunk", "shares"),
     [

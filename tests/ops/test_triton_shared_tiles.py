@@ -46,7 +46,10 @@ def listed(tiles, lengths, chunk=8):
 
 
 @pytest.mark.parametrize("topk", [64, 200, 256])
-@pytest.mark.parametrize(("rows", "chunk"), [(8, 16), (13, 4), (13, 2), (80, 64), (80, 128), (2, 1)])
+@pytest.mark.parametrize(
+    ("rows", "chunk"),
+    [(8, 16), (13, 4), (13, 2), (80, 64), pytest.param(80, 128, marks=pytest.mark.full), (2, 1)],
+)
 def test_rows_keep_their_entries_and_each_is_in_one_tile(rows, chunk, topk):
     indices = drifting_indices(2, rows, 400, topk)
     flat, lengths, tiles = ordered(indices, chunk=chunk)

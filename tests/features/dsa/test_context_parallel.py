@@ -85,7 +85,14 @@ def same(result, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["sparse loss", "recomputed", "shared by run", "served by run", "GLM's indexer without ReLU"]
+    "form",
+    [
+        pytest.param("sparse loss", marks=pytest.mark.full),
+        "recomputed",
+        "shared by run",
+        "served by run",
+        pytest.param("GLM's indexer without ReLU", marks=pytest.mark.full),
+    ],
 )
 def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     same(step(pool, 2, form), step(pool, 1, form))
@@ -95,8 +102,8 @@ def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     ("form", "parts"),
     [
         ("by run", 2),
-        ("recomputed", 1),
-        ("recomputed projections", 2),
+        pytest.param("recomputed", 1, marks=pytest.mark.full),
+        pytest.param("recomputed projections", 2, marks=pytest.mark.full),
         *(
             pytest.param(form, 2, marks=pytest.mark.full)
             for form in (
@@ -210,7 +217,7 @@ def test_every_form_beside_tensor_parallel_ranks(pool, form, sequence_parallel, 
     same(result, step(pool, 1, form, True, **arguments))
 
 
-@pytest.mark.parametrize("rope_type", ["rope", "yarn"])
+@pytest.mark.parametrize("rope_type", [pytest.param("rope", marks=pytest.mark.full), "yarn"])
 @pytest.mark.parametrize("case", ["rotated", "backport_indexer"])
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, rope_type, cp):

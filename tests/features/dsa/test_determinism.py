@@ -216,7 +216,7 @@ def run(pool: Any, ranks: int, switches: dict[str, Any], **more: Any) -> list[di
     return pool.baseline(f"{__name__}:step", ranks, switches=switches, **arguments)
 
 
-@pytest.mark.parametrize("switches", [FUSED, FP8], ids=["full", "fp8"])
+@pytest.mark.parametrize("switches", [pytest.param(FUSED, marks=pytest.mark.full), FP8], ids=["full", "fp8"])
 def test_tensor_parallel_ranks_select_the_same(pool, switches):
     first, second = run(pool, 2, switches, tp=2)
     assert len(first["selected"]) == 2  # layers
@@ -230,7 +230,7 @@ def test_tensor_parallel_ranks_select_the_same(pool, switches):
     [pytest.param(ALL_LAYERS, marks=pytest.mark.full), CORE],
     ids=["all layers", "core attention"],
 )
-@pytest.mark.parametrize("switches", [FUSED, FP8], ids=["full", "fp8"])
+@pytest.mark.parametrize("switches", [pytest.param(FUSED, marks=pytest.mark.full), FP8], ids=["full", "fp8"])
 def test_a_recomputation_selects_the_same(pool, switches, overrides):
     (plain,) = run(pool, 1, switches)
     (again,) = run(pool, 1, switches, overrides=overrides)

@@ -56,6 +56,7 @@ def test_saved_and_loaded_with_the_feature_on_or_off(pool, tmp_path, on, way, op
     assert placed["on"] != placed["off"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("on", "way", "options"), [case for case in cases(WAYS) if case.values[1] != "torch"]
 )

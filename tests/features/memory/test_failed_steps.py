@@ -24,7 +24,9 @@ NOTHING_WRITTEN = {"before anything"}
             "reuse-fp32-param", REUSE, ALL, PLAIN, NOTHING_WRITTEN, id="reuse, plain", marks=pytest.mark.full
         ),
         pytest.param("reuse-fp32-param", REUSE, ALL, DISTRIBUTED, NOTHING_WRITTEN, id="reuse, distributed"),
-        pytest.param("swap-optimizer", SWAP, ALL, PLAIN, NOTHING_WRITTEN, id="swap, plain"),
+        pytest.param(
+            "swap-optimizer", SWAP, ALL, PLAIN, NOTHING_WRITTEN, id="swap, plain", marks=pytest.mark.full
+        ),
         pytest.param(
             "swap-optimizer",
             SWAP,
@@ -45,7 +47,15 @@ NOTHING_WRITTEN = {"before anything"}
             id="virtual, distributed",
             marks=pytest.mark.full,
         ),
-        pytest.param("virtual-optimizer", VIRTUAL, UPDATES, FLOAT32, set(UPDATES), id="virtual, float32"),
+        pytest.param(
+            "virtual-optimizer",
+            VIRTUAL,
+            UPDATES,
+            FLOAT32,
+            set(UPDATES),
+            id="virtual, float32",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_after_a_failure_training_is_stocks_or_refused(pool, who, switches, points, options, goes_on):

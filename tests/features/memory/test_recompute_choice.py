@@ -20,8 +20,20 @@ check_activation, check_norm, check_outputs = ACTIVATION_FUNCTION.problems, NORM
 @pytest.mark.parametrize(
     ("switches", "layout", "world_size", "expected"),
     [
-        ({"recompute_activation_function_num_layers": 1}, {}, 1, [([1], [1, 2, 3, 4])]),
-        ({"recompute_norm_num_layers": 2}, {"pp": 2}, 2, [([1, 2], [1, 2]), ([3, 4], [3, 4])]),
+        pytest.param(
+            {"recompute_activation_function_num_layers": 1},
+            {},
+            1,
+            [([1], [1, 2, 3, 4])],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"recompute_norm_num_layers": 2},
+            {"pp": 2},
+            2,
+            [([1, 2], [1, 2]), ([3, 4], [3, 4])],
+            marks=pytest.mark.full,
+        ),
         (
             {"recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 0},
             {"pp": 2, "vpp": 2},

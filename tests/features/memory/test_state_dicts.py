@@ -16,7 +16,7 @@ OPTIMIZERS = [
     pytest.param(
         PLAIN, (REUSE, SWAP, VIRTUAL), id="Float16OptimizerWithFloat16Params", marks=pytest.mark.full
     ),
-    pytest.param(FLOAT32, (SWAP, VIRTUAL), id="FP32Optimizer"),
+    pytest.param(FLOAT32, (SWAP, VIRTUAL), id="FP32Optimizer", marks=pytest.mark.full),
     pytest.param(DISTRIBUTED, (REUSE, SWAP, VIRTUAL), id="DistributedOptimizer"),
 ]
 SEEN = ("leaves", "records", "weights", "masters", "moments")

@@ -42,6 +42,7 @@ def check(found, runs, operators=tuple(FUSED_OPERATORS)):
                     assert ours["counts"][EVENTS[feature]] == theirs["counts"][EVENTS[feature]] > 0
 
 
+@pytest.mark.full
 def test_one_process(pool):
     check(pool.run(f"{CASES}:beside_stock", 1, runs=RUNS), RUNS)
 

@@ -74,7 +74,7 @@ CASES = {
     "PP2, frozen": (2, {"pp": 2}, 4, 4, FULL, [(4, 0), (8, 0)]),
     "PP2 x VPP2, block": (2, {"pp": 2, "vpp": 2}, 8, 4, BLOCK, [(5, 2), (8, 4)]),
 }
-QUICK = {"PP2 x VPP2", "PP2 x EP2, selective", "PP2, frozen"}
+QUICK = {"PP2 x EP2, selective"}
 MARKED = [pytest.param(name, marks=pytest.mark.full) if name not in QUICK else name for name in CASES]
 
 

@@ -39,7 +39,9 @@ def trained(pool, folder, ranks, layout, layers, microbatches):
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "VPP2" in name else pytest.mark.full) for name in LAYOUTS]
+)
 def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
     """The order is read from each forward's input and each backward's start."""
     microbatches = LAYOUTS[name][-1]

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[int, dict[str, int], int, dict[str, Any]]] = {
     "PP4, one waits": (4, {"pp": 4}, 4, {"num_microbatches": 6, "bound": 1}),
     "PP4, none waits": (4, {"pp": 4}, 4, {"num_microbatches": 6, "bound": 0}),
 }
-QUICK = ("PP2 x VPP2, overlapped reduction", "PP2 x TP2+SP")
+QUICK = ("PP2 x TP2+SP",)
 MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
 

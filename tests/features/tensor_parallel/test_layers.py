@@ -67,7 +67,9 @@ def expected_calls(case, rows):
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize(
+    "tp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
 def test_layers_are_stock_but_for_rounding(pool, tp):
     results = compare(pool, PLAIN, tp=tp)
     for result in results:
@@ -111,7 +113,7 @@ def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
         assert result["chosen"] == {f"{case['layer']} {direction}": 4 for direction in directions}, case
 
 
-@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.full)], ids=["SP", "no SP"])
 def test_unusual_inputs(pool, parallel):
     for result in compare(pool, unusual(parallel), counts=(4,)):
         case = result["case"]
@@ -135,11 +137,11 @@ def test_gathered_input_can_be_kept(pool):
     "case",
     [
         "experts, column",
-        "experts, row",
-        "another matmul",
+        pytest.param("experts, row", marks=pytest.mark.full),
+        pytest.param("another matmul", marks=pytest.mark.full),
         "sharded weight",
         "autocast",
-        "deferred weight gradient",
+        pytest.param("deferred weight gradient", marks=pytest.mark.full),
     ],
 )
 def test_what_is_left_to_megatron(pool, case):

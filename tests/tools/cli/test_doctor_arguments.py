@@ -54,13 +54,25 @@ def test_flags_that_active_features_add_are_known_in_every_release(monkeypatch, 
     ("line", "said"),
     [
         ("--optimizer adm", "refuses this command line: argument --optimizer: invalid choice: 'adm'"),
-        ("--num-layers two", "refuses this command line: argument --num-layers: invalid int value: 'two'"),
+        pytest.param(
+            "--num-layers two",
+            "refuses this command line: argument --num-layers: invalid int value: 'two'",
+            marks=pytest.mark.full,
+        ),
         ("--num-layers", "refuses this command line: argument --num-layers: expected one argument"),
         ("--bf16 swap-optimizer", "'swap-optimizer' is neither a flag nor the value of one"),
         ("--swap-optimzer", "did you mean --swap-optimizer?"),
-        ("-- pretrain_gpt.py --num-layrs 2 --my-own 3", "did you mean --num-layers?"),
+        pytest.param(
+            "-- pretrain_gpt.py --num-layrs 2 --my-own 3",
+            "did you mean --num-layers?",
+            marks=pytest.mark.full,
+        ),
         ("-- --swap-optimzer --my-own 3", "did you mean --swap-optimizer?"),
-        ("-- torchrun --nproc-per-node 2 pretrain_gpt.py --swap-optimzer", "did you mean --swap-optimizer?"),
+        pytest.param(
+            "-- torchrun --nproc-per-node 2 pretrain_gpt.py --swap-optimzer",
+            "did you mean --swap-optimizer?",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_line_about_another_job_is_a_problem(line, said):

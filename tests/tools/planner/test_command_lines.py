@@ -45,7 +45,13 @@ def figures(made):
     [
         # Measures: none, full recomputation; with the optimizer on the host; vocabulary padded by TP.
         (f"{GLM} --micro-batch-size 2 --global-batch-size 512", 64, {"name": "h200"}, "glm-5.2"),
-        (f"{GLM} --micro-batch-size 1 --global-batch-size 256", 256, {"name": "h100"}, "deepseek-v3.2"),
+        pytest.param(
+            f"{GLM} --micro-batch-size 1 --global-batch-size 256",
+            256,
+            {"name": "h100"},
+            "deepseek-v3.2",
+            marks=pytest.mark.full,
+        ),
         (
             f"{EXAMPLE} --num-layers 8 --expert-tensor-parallel-size 2 {SELECTIVE}",
             8,

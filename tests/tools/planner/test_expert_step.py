@@ -45,7 +45,9 @@ def test_one_expert_passes_in_the_time_of_its_pieces_and_hops(links):
     assert len(one) == hops
 
 
-@pytest.mark.parametrize("ranks", [16, 64, 256])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(16, marks=pytest.mark.full), 64, pytest.param(256, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     "links", [Links(8, 300e9, 40e9), Links(768, 140e9, 20e9)], ids=("nodes", "super node")
 )

@@ -117,7 +117,7 @@ def test_what_is_planned_right_stays():
 
 
 @pytest.mark.parametrize("name", calibration.SCALED)
-@pytest.mark.parametrize("factor", [0.75, 1.35])
+@pytest.mark.parametrize("factor", [0.75, pytest.param(1.35, marks=pytest.mark.full)])
 def test_a_scaled_device_is_found_by_its_steps(name, factor):
     # Several runs of each job weigh more than the prior, which pulls towards 1.
     found = fitted({name: factor}, runs=4)

@@ -30,12 +30,12 @@ def drawn(experts, topk, groups, group_topk, parts):
     ("routing", "parts"),
     [
         ((128, 8, 1, 1), 2),
-        ((128, 8, 1, 1), 16),
-        ((8, 2, 1, 1), 8),
-        ((256, 8, 8, 4), 4),
+        pytest.param((128, 8, 1, 1), 16, marks=pytest.mark.full),
+        pytest.param((8, 2, 1, 1), 8, marks=pytest.mark.full),
+        pytest.param((256, 8, 8, 4), 4, marks=pytest.mark.full),
         ((256, 8, 8, 4), 8),
         ((256, 8, 8, 4), 64),
-        ((64, 6, 4, 2), 2),
+        pytest.param((64, 6, 4, 2), 2, marks=pytest.mark.full),
     ],
 )
 def test_copies_are_those_of_random_routing(routing, parts):

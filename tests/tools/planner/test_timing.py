@@ -232,6 +232,7 @@ def test_a_plan_prints_its_constants_with_their_sources():
     assert {field.name for field in fields(H200)} == {"name", *stated, *CONSTANTS}
 
 
+@pytest.mark.full
 def test_a_search_says_which_layouts_are_too_near_to_tell():
     found = search.search(arguments.job_of(QWEN.split(), 8, "qwen3-30b-a3b", any_layout=True), H200, best=2)
     quick, slow = (

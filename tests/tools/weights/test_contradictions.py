@@ -135,7 +135,9 @@ def test_layers_that_the_config_does_not_mention_are_one_sentence(model: Any, tm
     done("import", changed(folder, num_nextn_predict_layers=1), tmp_path / "target")
 
 
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "shared_head.head.weight"])
+@pytest.mark.parametrize(
+    "name", ["embed_tokens.weight", pytest.param("shared_head.head.weight", marks=pytest.mark.full)]
+)
 def test_a_copy_that_differs_is_refused(model: Any, tmp_path: Path, name: str) -> None:
     """Megatron has one tensor for both, so this one would be lost."""
     folder = model()
@@ -169,7 +171,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
 # -- indexers of layers that share ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [pytest.param(False, marks=pytest.mark.full), True])
 def test_indexers_of_layers_that_share_are_left_out_and_kept(tmp_path: Path, quantised: bool) -> None:
     """As GLM-5.1 has them, whose config gets a pattern for IndexCache."""
     theirs = models.write(
@@ -194,7 +196,7 @@ def test_indexers_of_layers_that_share_are_left_out_and_kept(tmp_path: Path, qua
 # -- experts as transformers has them in memory --------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", [pytest.param("deepseek_v3", marks=pytest.mark.full), "glm_moe_dsa"])
 def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
     import transformers
 
@@ -211,6 +213,7 @@ def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "like"), tensors_of(apart))
 
 
+@pytest.mark.full
 def test_fused_experts_in_fp8_are_read(tmp_path: Path) -> None:
     """As transformers keeps them in memory: a factor for each 128 x 128 of an expert."""
     width = {"num_hidden_layers": 2, "moe_intermediate_size": 128}

@@ -214,6 +214,7 @@ def export_where_rank_1_sees(what: str, checkpoints: str, target: str) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_the_first_rank_says_which_checkpoint_is_the_newest(model: Path, tmp_path: Path, pool: Any) -> None:
     done("import", model, tmp_path / "whole")
     done("export", tmp_path / "whole", tmp_path / "alone", *SHARDS)
@@ -222,6 +223,7 @@ def test_the_first_rank_says_which_checkpoint_is_the_newest(model: Path, tmp_pat
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
+@pytest.mark.full
 def test_ranks_that_see_two_trainings_of_a_step_write_nothing(model: Path, tmp_path: Path, pool: Any) -> None:
     """All files would be there, some with the weights of the earlier one."""
     for name in ("whole", "earlier"):
@@ -232,7 +234,10 @@ def test_ranks_that_see_two_trainings_of_a_step_write_nothing(model: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "whole"]
 
 
-@pytest.mark.parametrize("text", ["", "seven", "1" * 50])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param("", marks=pytest.mark.full), "seven", pytest.param("1" * 50, marks=pytest.mark.full)],
+)
 def test_a_damaged_tracker_is_named(model: Path, tmp_path: Path, text: str) -> None:
     done("import", model, tmp_path / "whole")
     (tmp_path / "whole" / "latest_checkpointed_iteration.txt").write_text(text)

@@ -27,7 +27,7 @@ def checkpoint_of(kind: str, folder: Path, predictions: int = 0, **sizes: Any) -
     return theirs
 
 
-@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", pytest.param("deepseek_v32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("like", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("predictions", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_indexers_of_sharing_layers_are_left_out(tmp_path, kind, like, predictions):
@@ -62,6 +62,7 @@ def test_the_files_are_imported_again_with_the_pattern(tmp_path):
     assert same(tensors_of(tmp_path / "same"), tensors_of(tmp_path / "out"))
 
 
+@pytest.mark.full
 def test_a_pattern_of_all_layers_changes_nothing(tmp_path):
     checkpoint_of("glm_moe_dsa", tmp_path)
     said = done("export", tmp_path / "checkpoints", tmp_path / "out", PATTERN, "CCCC", "--dtype", "float32")
@@ -74,10 +75,14 @@ def test_a_pattern_of_all_layers_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("CSC", "has 3 letters, and the model 4 layers"),
+        pytest.param("CSC", "has 3 letters, and the model 4 layers", marks=pytest.mark.full),
         ("SCCC", "layer 1 shares"),
         ("CXCC", "X is no kind of layer"),
-        ("CCCC", "layers 2, 4 of .* have no indexer, so they cannot compute; write S for them"),
+        pytest.param(
+            "CCCC",
+            "layers 2, 4 of .* have no indexer, so they cannot compute; write S for them",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["length", "first", "letter", "lost"],
 )

@@ -39,7 +39,7 @@ def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str, predicti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("like", [True, False])
+@pytest.mark.parametrize("like", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_transformers_loads_what_is_exported(tmp_path: Path, kind: str, like: bool) -> None:
     """Strictly: no tensor is missing or unknown, in several files."""
     theirs = models.write(kind, tmp_path / "model", torch.float32)
@@ -95,7 +95,9 @@ def test_fp8_files_have_the_same_bytes_and_factors(tmp_path: Path, kind: str) ->
                 assert ((back * factor[row, column] - block).abs() <= bound * 1.001).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.float8_e8m0fnu], ids=str
+)
 def test_factors_that_are_powers_of_two_stay_such(tmp_path: Path, dtype: torch.dtype) -> None:
     """They keep their bytes, and a block that has outgrown its factor gets the next power."""
     theirs = models.quantise(models.write("deepseek_v3", tmp_path / "model"), dtype)
@@ -123,6 +125,7 @@ def test_factors_that_are_powers_of_two_stay_such(tmp_path: Path, dtype: torch.d
         assert (before[name].float() / grown[name].float()).unique().tolist() in ([2], [4], [2, 4])
 
 
+@pytest.mark.full
 def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: Path) -> None:
     """Its configuration may list such layers all the same; only the job's flags can require them."""
     theirs = models.write("deepseek_v3", tmp_path / "model")
@@ -160,6 +163,7 @@ def test_files_of_kimi_k2_are_of_deepseeks_architecture(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
+@pytest.mark.full
 def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
     """The rule decides which weights are in FP8, and code is not copied."""
     theirs = models.write("deepseek_v3", tmp_path / "model")
@@ -238,7 +242,11 @@ def test_tokens_are_those_of_the_jobs_tokenizer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
 
 
-@pytest.mark.parametrize("form", [{"index_topk_freq": 2}, {"index_topk_pattern": "FFSF"}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param({"index_topk_freq": 2}, marks=pytest.mark.full), {"index_topk_pattern": "FFSF"}],
+    ids=str,
+)
 def test_a_deepseek_v32_that_shares_comes_out_as_it_was(tmp_path: Path, form: dict[str, Any]) -> None:
     """transformers' class has no sharing; vLLM reads the pattern with a switch."""
     theirs = models.write("deepseek_v32", tmp_path / "model", **form)

@@ -107,6 +107,7 @@ def test_a_model_stays_until_the_one_that_replaces_it_is_whole(
     assert is_model(tmp_path, second)
 
 
+@pytest.mark.full
 def test_a_model_is_back_where_the_one_that_replaces_it_gets_no_name(
     made: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_model_is_back_where_the_one_that_replaces_it_gets_no_name(
     assert sorted(os.listdir(tmp_path / "models")) == ["iter_0000003"]
 
 
+@pytest.mark.full
 def test_a_replaced_model_that_cannot_be_deleted_is_said_and_the_new_one_stays(
     made: tuple[Path, Path, Path],
     tmp_path: Path,

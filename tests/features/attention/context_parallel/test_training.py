@@ -16,7 +16,7 @@ RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 
 QUICK = (
-    ("grouped", 2, {"algorithm": RING, **OVERLAPPED}),
+    pytest.param("grouped", 2, {"algorithm": RING, **OVERLAPPED}, marks=pytest.mark.full),
     ("latent", 4, {"algorithm": HYBRID, "degree": 2}),
 )
 FULL = (
@@ -91,7 +91,7 @@ def test_same_step_as_on_one_rank_in_other_layouts(pool, one_rank, attention, cp
 @pytest.mark.parametrize(
     ("recompute", "layout"),
     [
-        ((), {}),
+        pytest.param((), {}, marks=pytest.mark.full),
         (("mla_up_proj",), {}),
         pytest.param(("core_attn", "mla_up_proj"), {}, marks=pytest.mark.full),
         pytest.param((), {"tp": 2}, marks=pytest.mark.full),

@@ -52,7 +52,7 @@ FORMS = {
     },
     "warm-up": {"switches": {"dsa_stage": "warmup"}},
 }
-QUICK = ("absorbed", "no longer than topk, by head")
+QUICK = ("absorbed",)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ MTP = {"mtp": True, "overrides": {"mtp_num_layers": 1, "num_layers": 2}}
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
         (4, {"tp": 2, "pp": 2}),
         pytest.param(2, {"pp": 2, "from_tokens": True}, marks=FULL),
         pytest.param(4, {"pp": 4}, marks=FULL),
         pytest.param(2, {"pp": 2, "vpp": 2}, marks=FULL),
         pytest.param(2, {"tp": 2, **BY_HEAD}, marks=FULL),
-        (2, {"cp": 2}),
+        pytest.param(2, {"cp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"cp": 4}, marks=FULL),
         pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True}, marks=FULL),
         pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),

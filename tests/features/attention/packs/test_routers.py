@@ -80,7 +80,7 @@ def one_pass(
 @pytest.mark.parametrize(
     ("tp", "overrides"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
         (2, {}),
         pytest.param(1, FULL_RECOMPUTATION, marks=pytest.mark.full),
         pytest.param(1, OF_EXPERTS, marks=pytest.mark.full),

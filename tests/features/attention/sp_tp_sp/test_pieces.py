@@ -23,7 +23,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_same_as_behind_the_whole_transfer(pool, ranks):
     for found in pool.run(BESIDE, ranks, runs=list(RUNS.values())):
         for name, run in zip(RUNS, found, strict=True):

@@ -48,7 +48,9 @@ def test_same_step_in_other_layouts(pool, one_rank, layout):
     check(pool, one_rank, **layout)
 
 
-@pytest.mark.parametrize(("on_saving", "on_loading"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("on_saving", "on_loading"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)]
+)
 def test_checkpoints_are_megatrons(pool, tmp_path, on_saving, on_loading):
     """Checkpoints saved with the feature load without it, and the other way round."""
     for result in pool.run(

@@ -234,7 +234,7 @@ process.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end processes with their parents")
-@pytest.mark.parametrize("what", ["all", "one"])
+@pytest.mark.parametrize("what", ["all", pytest.param("one", marks=pytest.mark.full)])
 def test_what_writes_ends_with_its_job(what: str) -> None:
     # A restarted job may write the same files, so the writer must not outlive its job.
     command = [sys.executable, "-c", WRITERS, what]

@@ -142,6 +142,7 @@ def test_the_first_vector_instructions_alone_are_tried(pool, works, settings):
     assert pool.run(f"{CASES}:tried", 1, works=works) == [(settings, ["avx512 avx512_vnni"])]
 
 
+@pytest.mark.full
 def test_training_after_an_evaluation_in_inference_mode(pool):
     off, on = (
         pool.run(f"{CASES}:train_after_inference", 1, switches={**FUSED, **each}, timeout_s=900)

@@ -104,6 +104,7 @@ def test_indexers_learn_beside_layers_that_are_frozen(pool, stage, switches):
         assert rank["unequal"] == []
 
 
+@pytest.mark.full
 def test_experts_without_tokens_take_part(pool):
     ranks = pool.run(f"{CASES}:idle_experts", 4, **EXPERTS)
     for rank in ranks:
@@ -132,6 +133,7 @@ def test_a_gradient_that_was_not_summed_stops_the_first_step(pool):
         assert "a gradient has not been summed over ranks" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "switches"),
     [
@@ -153,6 +155,7 @@ def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, 
         assert "--dist-ckpt-optim-fully-reshardable" in rank["refused"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "way", "switches"),
     [

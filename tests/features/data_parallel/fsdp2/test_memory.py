@@ -35,7 +35,7 @@ TOGETHER = sorted(set(FEATURES) - set(REFUSED) - {"virtual-optimizer"})
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in TOGETHER)) for name in sorted(FEATURES)],
+    [pytest.param(name, marks=() if name in REFUSED else pytest.mark.full) for name in sorted(FEATURES)],
 )
 def test_a_memory_feature_leaves_the_bits_or_is_refused(pool, name):
     ranks = pool.run(f"{CASES}:train", 2, switches=FEATURES[name])

@@ -116,6 +116,7 @@ def test_weights_go_before_their_gradients_come(paired):
         }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [

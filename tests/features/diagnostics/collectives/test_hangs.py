@@ -12,7 +12,7 @@ from tests.features.diagnostics.collectives.late_ranks import FEW, JOBS
 from tests.support.model import losses_of
 
 FULL = pytest.mark.full
-QUICK = ("EP", "EP, halves", "PP")
+QUICK = ("EP, halves",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else FULL) for case in JOBS])

@@ -120,7 +120,9 @@ def test_layers_share_rows_and_hold_no_group(share, key):
     assert gone() is None
 
 
-@pytest.mark.parametrize("kind", ["keys", "keys of blocks", "heads", "ends"])
+@pytest.mark.parametrize(
+    "kind", ["keys", pytest.param("keys of blocks", marks=pytest.mark.full), "heads", "ends"]
+)
 def test_lengths_that_come_and_go_leave_no_memory(pool, kind):
     """Live memory covers a few lengths, and a forward in flight still gets its gradient."""
     # Without a bound, 40 lengths of about 800 rows held 128 KB of range ends and 512 KB of gathered rows.

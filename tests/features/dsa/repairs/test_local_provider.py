@@ -7,7 +7,7 @@ CASES = "tests.features.dsa.parts_of_dsa"
 ERROR = "tests.support.model:error_of"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_the_model_learns(pool, dtype):
     (losses,) = pool.run(f"{CASES}:learn", 1, steps=12, dtype=dtype)
     assert losses[-1] < 0.7 * losses[0]
@@ -46,7 +46,7 @@ def test_parameters_are_named_as_with_transformer_engine(pool):
     ]
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("zero_centered", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_norms_under_sequence_parallelism(pool, normalization, zero_centered):
     (norm,) = pool.run(f"{CASES}:norms", 1, normalization=normalization, zero_centered=zero_centered)
@@ -62,7 +62,7 @@ def test_norms_under_sequence_parallelism(pool, normalization, zero_centered):
     assert norm["marks"] == [True] * len(norm["parameters"])
 
 
-@pytest.mark.parametrize("cpu_initialization", [False, True])
+@pytest.mark.parametrize("cpu_initialization", [pytest.param(False, marks=pytest.mark.full), True])
 def test_full_copies_start_equal_on_all_tensor_parallel_ranks(pool, cpu_initialization):
     ranks = pool.run(f"{CASES}:duplicated_linears", 2, cpu_initialization=cpu_initialization)
     copies = [name for name in ranks[0]["weights"] if "indexer.linear" in name or "_down_proj" in name]

@@ -63,7 +63,7 @@ def test_evaluation_with_gradients_keeps_no_graph_of_the_scores(pool):
     assert step(pool, 1.0, mode="eval")["score matrices kept"] < with_graph["score matrices kept"]
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.full)])
 def test_scores_that_others_ask_for_keep_their_gradient(pool, mode):
     """Gradients of scores are bit-identical to Megatron's own code."""
     (expected,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode, switches={"no_dsa_repairs": "loss-gate"})
@@ -74,7 +74,7 @@ def test_scores_that_others_ask_for_keep_their_gradient(pool, mode):
         assert torch.equal(ours[name], gradient), name
 
 
-@pytest.mark.parametrize("coefficient", [0.0, None, 1.0])
+@pytest.mark.parametrize("coefficient", [pytest.param(0.0, marks=pytest.mark.full), None, 1.0])
 def test_overlapped_gradient_reduction_completes(pool, coefficient):
     ranks = pool.run(f"{CASES}:overlapped_step", 2, coefficient=coefficient, timeout_s=60)
     for name, gradient in ranks[0]["gradients"].items():

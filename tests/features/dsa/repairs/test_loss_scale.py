@@ -28,6 +28,7 @@ def ratio(actual, expected) -> float:
     return factor
 
 
+@pytest.mark.full
 def test_microbatches_do_not_change_the_indexers_gradient(pool, one_microbatch):
     assert_same_gradients(indexer_gradients(pool, num_microbatches=4, micro_batch_size=1), one_microbatch)
 
@@ -60,7 +61,11 @@ def test_data_parallel_ranks_average(pool, one_microbatch):
     assert_same_gradients(indexer_gradients(pool, 2, num_microbatches=1, micro_batch_size=2), one_microbatch)
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({"pp": 2}, marks=pytest.mark.full), {"pp": 2, "vpp": 2}],
+    ids=["1f1b", "interleaved"],
+)
 def test_pipeline_schedules(pool, layout):
     step = {"num_microbatches": 4, "micro_batch_size": 1}
     whole = indexer_gradients(pool, **step, overrides={"num_layers": 4})

@@ -20,6 +20,7 @@ def one_rank(pool):
     return put_together(pool.run(RUN, 1, overrides=DENSE))
 
 
+@pytest.mark.full
 def test_tensor_parallel_gradients_without_sequence_parallelism(pool, one_rank):
     ranks = pool.run(RUN, 2, tp=2, sequence_parallel=False, overrides=DENSE)
     assert_same_gradients(put_together(ranks), one_rank)
@@ -37,7 +38,7 @@ def test_without_the_repair_the_rotary_keys_part_is_wrong_and_the_copies_differ(
     torch.testing.assert_close(left[16:] + right[16:], one_rank[name][16:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("switches", [{}, {"use_fused_dsa": True}], ids=["Megatron's form", "absorbed"])
 def test_split_down_projections(pool, one_rank, switches, sequence_parallel):
     ranks = pool.run(SPLIT, 2, tp=2, sequence_parallel=sequence_parallel, overrides=DENSE, switches=switches)

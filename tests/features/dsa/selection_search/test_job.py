@@ -35,7 +35,11 @@ def same_without_reuse(pool, folder, ranks=1, **arguments):
     return results, runs, all_runs
 
 
-@pytest.mark.parametrize("switches", [{}, {"use_fused_dsa": True}], ids=["Megatron's functions", "fused"])
+@pytest.mark.parametrize(
+    "switches",
+    [pytest.param({}, marks=pytest.mark.full), {"use_fused_dsa": True}],
+    ids=["Megatron's functions", "fused"],
+)
 def test_reuse_changes_no_bit(pool, tmp_path, switches):
     results, runs, all_runs = same_without_reuse(pool, tmp_path, switches=switches)
     assert [step.kept for step in results.steps] == [4, 3, 2]
@@ -65,7 +69,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(sizes, id=name, marks=() if name in ("PP2", "TP2") else pytest.mark.full)
+        pytest.param(sizes, id=name, marks=() if name == "TP2" else pytest.mark.full)
         for name, sizes in LAYOUTS.items()
     ],
 )
@@ -82,6 +86,7 @@ def test_layouts_of_two_ranks(pool, tmp_path, layout):
         assert results.identity["data_parallel_ranks"] == 2
 
 
+@pytest.mark.full
 def test_ranks_of_a_model_agree_with_one_process(pool, tmp_path):
     expected, _, _ = run(pool, tmp_path / "one")
     results, _, _ = run(pool, tmp_path / "two", 2, tp=2)

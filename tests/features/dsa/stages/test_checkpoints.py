@@ -46,9 +46,7 @@ def _unless(name: str, quick: set[str]) -> Any:
     return pytest.param(name, id=name, marks=[] if name in quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize(
-    "name", [_unless(name, {"torch", "distributed, slices of buffers"}) for name in WAYS]
-)
+@pytest.mark.parametrize("name", [_unless(name, {"distributed, slices of buffers"}) for name in WAYS])
 def test_a_job_goes_through_all_stages(pool: Any, tmp_path: Path, name: str) -> None:
     way, ranks, options = WAYS[name]
     chain = pool.run(f"{CASES}:chain", ranks, stages=CHAIN, folder=str(tmp_path), way=way, **options)
@@ -74,7 +72,7 @@ def test_resuming_in_a_stage_is_bitwise(pool: Any, tmp_path: Path, name: str, st
             assert not differing(ours[-1]["end"][what], expected[-1]["end"][what]), what
 
 
-@pytest.mark.parametrize("name", [_unless(name, {"reuse-fp32-param", "fsdp2"}) for name in ELSEWHERE])
+@pytest.mark.parametrize("name", [_unless(name, {"reuse-fp32-param"}) for name in ELSEWHERE])
 def test_state_kept_elsewhere_begins_anew(pool: Any, tmp_path: Path, name: str) -> None:
     """The result is bit-identical to a job that loads only weights, with ``--no-load-optim``."""
     options = ELSEWHERE[name]

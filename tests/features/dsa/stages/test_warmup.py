@@ -45,7 +45,7 @@ def test_a_second_stream_leaves_the_indexers_their_gradients(pool, alone):
     assert_same_gradients(ours["gradients"], alone["gradients"])
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, pytest.param({}, marks=pytest.mark.full)], ids=str)
 def test_layouts_have_the_gradients_of_one_process(pool, alone, layout):
     # Megatron's command line, unlike its config, frees outputs that the next stage has received.
     overrides = {**SELECTED, "deallocate_pipeline_outputs": True}
@@ -60,6 +60,7 @@ def test_layouts_have_the_gradients_of_one_process(pool, alone, layout):
             assert_same_gradients(rank["gradients"], expected)
 
 
+@pytest.mark.full
 def test_virtual_stages(pool):
     four_layers = {**SELECTED, "num_layers": 4}
     (alone,) = pool.run(f"{CASES}:warmup", 1, overrides=four_layers)
@@ -78,9 +79,15 @@ def test_mtp_layers_are_trained_and_frozen_alike(pool):
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        pytest.param(
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            marks=pytest.mark.full,
+        ),
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )
@@ -97,8 +104,16 @@ SERVED = {"use_fused_dsa": True, "dsa_indexer_loss_layers": "served"}
 @pytest.mark.parametrize(
     ("overrides", "layout"),
     [
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+        pytest.param(
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            {},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            {},
+            marks=pytest.mark.full,
+        ),
         ({}, {"tp": 2}),
     ],
     ids=["full", "core", "TP2"],

@@ -49,10 +49,12 @@ def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "discarded"),
     [
-        (PLAIN, 2),
-        ({**PLAIN, **FUSED}, 2),
+        pytest.param(PLAIN, 2, marks=pytest.mark.full),
+        pytest.param({**PLAIN, **FUSED}, 2, marks=pytest.mark.full),
         pytest.param({**PLAIN, **UNGATED, "activation": "gelu"}, 2, marks=pytest.mark.full),
-        ({**PLAIN, **UNGATED, "activation": "gelu", "add_bias_linear": True}, 2),
+        pytest.param(
+            {**PLAIN, **UNGATED, "activation": "gelu", "add_bias_linear": True}, 2, marks=pytest.mark.full
+        ),
         pytest.param(
             {**PLAIN, **FUSED, **UNGATED, "activation": "gelu", "add_bias_linear": True},
             2,
@@ -60,7 +62,7 @@ def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
         ),
         pytest.param({**PLAIN, **FUSED, "add_bias_linear": True}, 2, marks=pytest.mark.full),
         ({**EXPERTS, **FUSED}, 2 * (4 + 1)),
-        (
+        pytest.param(
             {
                 **EXPERTS,
                 "moe_apply_probs_on_input": True,
@@ -68,6 +70,7 @@ def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
                 "moe_router_pre_softmax": True,
             },
             2 * (4 + 1),
+            marks=pytest.mark.full,
         ),
         ({}, 1 + 4 + 1),
     ],
@@ -99,13 +102,14 @@ def test_random_states_are_restored_where_the_function_draws(pool):
     assert on[0]["restored"] == 2 * 3 * LAYERS, "set and set back, once a layer and microbatch"
 
 
-@pytest.mark.parametrize("activation", ["identity", "part"])
+@pytest.mark.parametrize("activation", [pytest.param("identity", marks=pytest.mark.full), "part"])
 def test_memory_that_is_not_the_outputs_alone_is_kept(pool, activation):
     off, on = both(pool, overrides={**PLAIN, **UNGATED}, activation=activation)
     assert_same(off, on)
     assert on[0]["discarded"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "frozen",
     ["linear_fc2", *(pytest.param(each, marks=pytest.mark.full) for each in ("linear_fc1", "embedding"))],
@@ -116,6 +120,7 @@ def test_frozen_weights(pool, frozen):
     assert on[0]["discarded"] == 3 * LAYERS
 
 
+@pytest.mark.full
 def test_nothing_is_discarded_where_the_input_needs_no_gradient(pool):
     off, on = both(pool, overrides={**PLAIN, "num_layers": 1}, frozen="weight")
     assert on[0]["discarded"] == off[0]["discarded"] == 0
@@ -126,7 +131,7 @@ def test_nothing_is_discarded_where_the_input_needs_no_gradient(pool):
     [
         (2, {"tp": 2}),
         pytest.param(2, {"pp": 2}, marks=pytest.mark.full),
-        (1, {"mtp": True}),
+        pytest.param(1, {"mtp": True}, marks=pytest.mark.full),
         pytest.param(2, {"pp": 2, "vpp": 2, "num_microbatches": 4}, marks=pytest.mark.full),
         pytest.param(4, {"pp": 4, "vpp": 2, "num_microbatches": 8}, marks=pytest.mark.full),
         pytest.param(4, {"tp": 2, "pp": 2, "num_microbatches": 4}, marks=pytest.mark.full),

@@ -23,7 +23,9 @@ HIDDEN = 32
 
 
 @pytest.mark.parametrize("switches", [CHECKED, BOTH], ids=["norms", "norms and activations"])
-@pytest.mark.parametrize("overrides", [PLAIN, EXPERTS], ids=["MLP", "experts"])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(PLAIN, marks=pytest.mark.full), EXPERTS], ids=["MLP", "experts"]
+)
 def test_training_is_the_same_bit_for_bit(pool, overrides, switches):
     """LayerNorm is one operation; the test below covers RMSNorm on CPUs."""
     overrides = {**overrides, **LAYER_NORM}
@@ -38,7 +40,7 @@ def test_training_is_the_same_bit_for_bit(pool, overrides, switches):
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
         pytest.param(1, {"mtp": True}, marks=pytest.mark.full),
         pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
         (2, {"pp": 2}),
@@ -58,6 +60,7 @@ def test_rms_norm_of_several_operations_is_the_same_but_for_rounding(pool, world
         assert after["discarded"] > 0
 
 
+@pytest.mark.full
 def test_frozen_norms(pool):
     arguments = {"overrides": {**PLAIN, **LAYER_NORM}, "frozen": "layernorm"}
     assert_same(
@@ -65,6 +68,7 @@ def test_frozen_norms(pool):
     )
 
 
+@pytest.mark.full
 def test_norms_learn_where_their_input_needs_no_gradient(pool):
     """A norm whose input needs no gradient is not recomputed, and its weight still learns."""
     arguments = {"overrides": {**PLAIN, **LAYER_NORM}, "frozen": "embedding"}
@@ -101,6 +105,7 @@ def test_a_wrong_recomputation_is_noticed(pool):
     assert "recomputed values differ" in error
 
 
+@pytest.mark.full
 def test_megatrons_own_modules_are_verified_too(pool):
     # Without Transformer Engine, Megatron's layernorm module does not even run.
     megatrons = {
@@ -128,6 +133,7 @@ def test_megatrons_own_module_trains_without_transformer_engine(pool):
     assert on[0]["discarded"] == 3 * LAYERS * 2
 
 
+@pytest.mark.full
 def test_random_states_of_a_norm_are_not_touched(pool):
     (on,) = run(pool, "train", switches=CHECKED, overrides={**PLAIN, **LAYER_NORM})
     (off,) = run(pool, "train", switches={}, overrides={**PLAIN, **LAYER_NORM})

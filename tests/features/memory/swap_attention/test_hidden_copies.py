@@ -158,6 +158,7 @@ def test_everything_is_swapped_where_the_device_has_no_room(pool):
     assert auto[3]["out"] == auto[1]["out"] > 0
 
 
+@pytest.mark.full
 def test_what_the_bound_left_unmeasured_is_not_swapped_without_limit(pool, without):
     everything = steps(pool, ON)
     bounded = steps(pool, {**AUTO, "swap_attention_bytes": everything[0]["most"] // 2}, asynchronous=False)

@@ -65,9 +65,9 @@ OWN = {"recompute_activation_function": True, "recompute_norm": True, "recompute
 @pytest.mark.parametrize(
     ("overrides", "switches", "swap"),
     [
-        (PLAIN, {}, ALL),
+        pytest.param(PLAIN, {}, ALL, marks=pytest.mark.full),
         pytest.param(EXPERTS, OWN, ALL, marks=pytest.mark.full),
-        ({}, {}, ON),
+        pytest.param({}, {}, ON, marks=pytest.mark.full),
         ({}, FUSED, ALL),
         pytest.param({**PLAIN, **MLP}, {}, ON, marks=pytest.mark.full),
         pytest.param(
@@ -108,7 +108,7 @@ def test_training_is_the_same_bit_for_bit(pool, overrides, switches, swap):
     ("world_size", "overrides", "arguments"),
     [
         (2, {}, {"tp": 2}),
-        (2, PLAIN, {"pp": 2}),
+        pytest.param(2, PLAIN, {"pp": 2}, marks=pytest.mark.full),
         pytest.param(1, {}, {"mtp": True}, marks=pytest.mark.full),
         pytest.param(2, {}, {"pp": 2}, marks=pytest.mark.full),
         pytest.param(2, PLAIN, {"tp": 2}, marks=pytest.mark.full),
@@ -134,7 +134,14 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, overrides, argumen
     assert_same(*both(pool, world_size, overrides={**overrides, "num_layers": max(layers, 2)}, **arguments))
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], pytest.param([2, 1, 0], marks=pytest.mark.full), [1, 2, 0]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        [0, 1, 2],
+        pytest.param([2, 1, 0], marks=pytest.mark.full),
+        pytest.param([1, 2, 0], marks=pytest.mark.full),
+    ],
+)
 def test_backwards_in_any_order(pool, order):
     (off,) = run(pool, "in_flight", switches={}, order=[0, 1, 2])
     (on,) = run(pool, "in_flight", switches=ON, order=order)
@@ -169,6 +176,7 @@ def test_the_device_has_less_by_what_was_copied(pool, overrides, switches, swap)
     assert off["forward"] - on["forward"] == pytest.approx(on["back"], rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("modules", "of_layer"),
     [
@@ -225,6 +233,7 @@ def test_a_layer_of_which_nothing_is_large_enough_is_named(pool):
     assert run(pool, "reported", switches=ON) == [[]]
 
 
+@pytest.mark.full
 def test_a_second_backward(pool):
     (off,) = run(pool, "twice", switches={})
     (on,) = run(pool, "twice", switches=ON)
@@ -234,7 +243,7 @@ def test_a_second_backward(pool):
     assert on["left"] == 0
 
 
-@pytest.mark.parametrize("where", ["attention", "mlp"])
+@pytest.mark.parametrize("where", ["attention", pytest.param("mlp", marks=pytest.mark.full)])
 def test_an_exception_leaves_nothing_behind(pool, where):
     (off,) = run(pool, "interrupted", switches={}, where=where)
     (on,) = run(pool, "interrupted", switches=ON, where=where)
@@ -244,6 +253,7 @@ def test_an_exception_leaves_nothing_behind(pool, where):
     assert_same_gradients(off["gradients"], on["gradients"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("switches", "tp"),
     # A measured number of chunks may differ between both runs, and with it the order of sums.
@@ -259,7 +269,11 @@ def test_gradient_accumulation_fusion(pool, switches, tp):
         assert all(gradient.any() for name, gradient in after["gradients"].items() if "linear_qkv" in name)
 
 
-@pytest.mark.parametrize("before", [{"CPUOffloadEnabled": False}, {}], ids=("known", "not known"))
+@pytest.mark.parametrize(
+    "before",
+    [pytest.param({"CPUOffloadEnabled": False}, marks=pytest.mark.full), {}],
+    ids=("known", "not known"),
+)
 def test_transformer_engine_keeps_its_parameters(pool, before):
     (found,) = run(pool, "transformer_engine_switch", switches=ON, **before)
     assert found == {"attention": True, "mlp": before.get("CPUOffloadEnabled"), "left": before}
@@ -268,7 +282,7 @@ def test_transformer_engine_keeps_its_parameters(pool, before):
 @pytest.mark.parametrize(
     ("switches", "layout", "world_size", "expected"),
     [
-        ({}, {}, 1, [{1: ("self_attention",), 2: ("self_attention",)}]),
+        pytest.param({}, {}, 1, [{1: ("self_attention",), 2: ("self_attention",)}], marks=pytest.mark.full),
         (
             {"swap_modules": "post_attention_norm, input_norm", "swap_attention_num_layers": 1},
             {"pp": 2, "vpp": 2},
@@ -285,6 +299,7 @@ def test_layers_and_modules(pool, switches, layout, world_size, expected):
     assert layers == expected
 
 
+@pytest.mark.full
 def test_undo_gives_the_model_back(pool):
     (off,) = run(pool, "after_undo", switches={})
     (on,) = run(pool, "after_undo", switches=ON)
@@ -292,7 +307,11 @@ def test_undo_gives_the_model_back(pool):
     assert_same_gradients(off["gradients"], on["gradients"])
 
 
-@pytest.mark.parametrize("beside", [{}, {"recompute_norm": True}], ids=("alone", "beside recompute-outputs"))
+@pytest.mark.parametrize(
+    "beside",
+    [pytest.param({}, marks=pytest.mark.full), {"recompute_norm": True}],
+    ids=("alone", "beside recompute-outputs"),
+)
 def test_every_row_is_applied_and_undone(pool, beside):
     # recompute-outputs replaces Megatron's checkpoint, so there is nothing to patch in Megatron's own.
     switches = {**ON, **beside}

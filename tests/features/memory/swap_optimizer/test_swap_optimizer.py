@@ -34,6 +34,7 @@ def test_a_float32_models_moments_move_alone(pool, ranks, options):
         assert run["placed"] == KEPT
 
 
+@pytest.mark.full
 def test_experts_with_an_optimizer_of_their_own(pool):
     for run in assert_same_training(pool, 2, ON, steps=4, skip=2, clip=0.5, ep=2, **DISTRIBUTED):
         assert run["placed"] == {**SWAPPED, "optimizers": 2}
@@ -46,6 +47,7 @@ def test_fp16(pool, ranks, options):
         assert run["placed"] == SWAPPED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", [1, pytest.param(1000, marks=pytest.mark.full)])
 def test_any_number_of_parts_makes_the_same_training(pool, times):
     switches = {**ON, "swap_optimizer_times": times}

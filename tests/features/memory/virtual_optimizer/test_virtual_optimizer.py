@@ -28,6 +28,7 @@ def test_other_types_of_weights(pool, precision, ranks, options):
         assert run["placed"] == PLACED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

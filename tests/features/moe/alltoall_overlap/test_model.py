@@ -20,7 +20,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_di
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, {"num_microbatches": 3, "overrides": {"num_layers": 3}}),
+        pytest.param(2, {"num_microbatches": 3, "overrides": {"num_layers": 3}}, marks=pytest.mark.full),
         (2, {"beside": MEMORY}),
         pytest.param(2, {"tp": 2, "ddp": {"overlap_grad_reduce": True}}, marks=pytest.mark.full),
         pytest.param(2, {"beside": {"use_fused_dsa": True}}, marks=pytest.mark.full),

@@ -144,6 +144,7 @@ def test_frozen_experts(pool, frozen):
             assert sent == (kind == "weights" or number not in frozen)
 
 
+@pytest.mark.full
 def test_one_receiver_gives_the_bits_of_stock(pool):
     """Products of the same rows are equal, wherever they are computed, and a sum of one is exact."""
     # Each rank has tokens for one expert of another rank; rank 0 has two such experts.

@@ -57,16 +57,20 @@ def test_one_line_says_when_experts_travel_and_none_where_they_never_do(pool):
 @pytest.mark.parametrize(
     ("popularity", "arguments"),
     [
-        ([[30.0, 20.0, -30.0, -30.0]], {}),
+        pytest.param([[30.0, 20.0, -30.0, -30.0]], {}, marks=pytest.mark.full),
         ([[30.0, 0.0, 0.0, 0.0]], {"overrides": {"moe_router_topk": 1, "moe_router_pre_softmax": True}}),
-        ([SKEWED], {"rows": (1, 1)}),
+        pytest.param([SKEWED], {"rows": (1, 1)}, marks=pytest.mark.full),
         pytest.param([SKEWED[::-1]], {"rows": (20, 0)}, marks=pytest.mark.full),
         ([SKEWED, SKEWED[::-1], [0.0] * 4], {"rows": (24, 16)}),
         pytest.param([EIGHT], {"overrides": {"moe_expert_capacity_factor": 1.0}}, marks=pytest.mark.full),
-        ([SKEWED], {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+        pytest.param(
+            [SKEWED],
+            {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+            marks=pytest.mark.full,
+        ),
         ([EIGHT, EIGHT], {"tp": 2, "etp": 1}),
         pytest.param([EIGHT], {"frozen": (0, 1, 5)}, marks=pytest.mark.full),
-        ([EIGHT], {"frozen": range(8)}),
+        pytest.param([EIGHT], {"frozen": range(8)}, marks=pytest.mark.full),
     ],
     ids=(
         "two experts have all tokens",
@@ -109,6 +113,7 @@ def test_larger_layouts(pool, ranks, arguments):
     assert all(ours[0]["plans"])
 
 
+@pytest.mark.full
 def test_stacked_experts_travel_one_by_one(pool):
     """Grouped experts are moved one by one, and agree with Megatron's sequential experts."""
     arguments = {"popularity": [SKEWED, SKEWED[::-1]], **EP2}

@@ -73,7 +73,7 @@ RUNS = {
     ),
     "PP2 x VPP2": (4, INTERLEAVED, {}),
 }
-QUICK = ("balanced", "rows")
+QUICK = ("balanced",)
 CASES = "tests.features.moe.batch_overlap.attention_in_halves"
 
 
@@ -100,6 +100,7 @@ def test_losses_and_gradients(pool, name):
     assert all((rank["handed on"] > 0) == (several and not recomputed) for rank in on)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "halves", [ATTENTION, pytest.param(ALWAYS, marks=pytest.mark.full)], ids=["", "of tokens"]
 )
@@ -143,6 +144,7 @@ def test_order_of_events(pool, sequences):
         ]
 
 
+@pytest.mark.full
 @measures
 def test_measured_with_attention(pool):
     """The first step measures three ways: unsplit layers, halves in turn, and interleaved halves."""

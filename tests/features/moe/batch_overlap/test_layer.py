@@ -68,7 +68,10 @@ def test_order_where_experts_do_not_learn(pool):
 
 @pytest.mark.parametrize(
     ("kind", "coeff"),
-    [("aux_loss", 0.5), (["seq_aux_loss", "global_aux_loss"], [0.5, 0.25])],
+    [
+        pytest.param("aux_loss", 0.5, marks=pytest.mark.full),
+        (["seq_aux_loss", "global_aux_loss"], [0.5, 0.25]),
+    ],
     ids=["aux_loss", "seq and global"],
 )
 def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):

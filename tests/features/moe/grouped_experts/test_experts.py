@@ -18,8 +18,8 @@ COUNTS = {"uneven": (5, 0, 9, 2), "one token": (0, 0, 1, 0), "no tokens": (0, 0,
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (1, {}),
-        (2, {"ep": 2}),
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {"ep": 2}, marks=pytest.mark.full),
         (4, {"ep": 2, "tp": 2}),
         pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
     ],

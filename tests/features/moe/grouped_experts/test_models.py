@@ -22,7 +22,13 @@ def assert_same(ours, theirs, rtol):
         assert mine["norm"] == pytest.approx(stock["norm"], rel=rtol)
 
 
-@pytest.mark.parametrize("training", TRAININGS.values(), ids=list(TRAININGS))
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param(training, id=name, marks=pytest.mark.full if training is PLAIN else ())
+        for name, training in TRAININGS.items()
+    ],
+)
 def test_ten_steps_from_initial_weights(pool, training):
     """In fp32, initial weights are equal, every gradient is reduced once, and optimizer steps agree."""
     options = {**training, "precision": "fp32", "ep": 2}
@@ -55,6 +61,7 @@ WAYS = {
 LONG = list(WAYS)[1:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "way", "layout"),
     [
@@ -91,7 +98,7 @@ def test_checkpoints_of_one_kind_are_those_of_the_other(pool, tmp_path, options,
             assert resumed["loaded"] == each["loaded"]
 
 
-@pytest.mark.parametrize("saves", [True, False], ids=["save", "load"])
+@pytest.mark.parametrize("saves", [pytest.param(True, marks=pytest.mark.full), False], ids=["save", "load"])
 def test_slices_of_buffers_are_refused(pool, tmp_path, saves):
     """Slices of buffers follow the order of parameters, which differs, so loading them would mix up
     values.

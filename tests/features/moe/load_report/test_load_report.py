@@ -138,9 +138,9 @@ def experts_of(record):
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        (1, {"evaluate": True, "mtp": True}),
+        pytest.param(1, {"evaluate": True, "mtp": True}, marks=pytest.mark.full),
         (2, {"ep": 2}),
-        (2, {"pp": 2, "vpp": 2}),
+        pytest.param(2, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
         pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2, "pp": 2, "mtp": True}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
@@ -171,6 +171,7 @@ def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size,
         assert sum(stage["tokens"] for stage in record["stages"]) == len(layers) * 640
 
 
+@pytest.mark.full
 def test_recomputed_layers_count_once(pool, tmp_path):
     plain, records = report_of(pool, tmp_path / "plain", 1)
     twice, recomputed = report_of(pool, tmp_path / "recomputed", 1, overrides=FULL)

@@ -55,6 +55,7 @@ def check(found, runs):
             assert calls["added"] == (passes if joins else 0), name
 
 
+@pytest.mark.full
 def test_one_rank(pool):
     check(pool.run(f"{CASES}:beside_stock", 1, runs=ALONE), ALONE)
 

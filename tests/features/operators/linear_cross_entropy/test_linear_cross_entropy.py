@@ -97,7 +97,7 @@ def at(gradient):
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, {}), pytest.param(2, {"tp": 2}, id="TP2+SP")],
+    [pytest.param(1, {}, marks=pytest.mark.full), pytest.param(2, {"tp": 2}, id="TP2+SP")],
 )
 @pytest.mark.parametrize("gradient", TIMES)
 def test_a_step_has_the_same_gradients_and_no_tensor_as_large_as_the_logits(pool, ranks, layout, gradient):

@@ -92,7 +92,7 @@ def test_a_linear_layer_with_a_norm_that_is_not_ours_is_refused(pool):
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
-        (PLAIN, "bf16"),
+        pytest.param(PLAIN, "bf16", marks=pytest.mark.full),
         (DISTRIBUTED, "bf16"),
         pytest.param(PLAIN, "fp16", marks=FULL),
         pytest.param(DISTRIBUTED, "fp16", marks=FULL),
@@ -131,6 +131,7 @@ def test_small_updates_arrive(pool, options):
         assert having["loss"] == pytest.approx(without["loss"], rel=2**-8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("feature", "options"),
     [

@@ -111,13 +111,13 @@ SWAPPED = {
 CP = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
 DATA = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
 RUNS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "fused DSA": {"switches": FUSED},
     "attention and shared expert recomputed": {"overrides": SELECTIVE},
-    "overlapped gathering": {"ddp": DATA},
     "CP2": {"cp": 2, "switches": FUSED, "overrides": CP},
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "fused DSA": {"switches": FUSED},
+    "overlapped gathering": {"ddp": DATA},
     "layers recomputed": {"overrides": FULL},
     "recomputed norms and activations": {
         "switches": {"recompute_norm": True, "recompute_activation_function": True}
@@ -193,6 +193,7 @@ def test_a_wait_that_is_missing_is_a_race(pool):
         assert without["races"], f"nobody missed wait {number}"
 
 
+@pytest.mark.full
 def test_a_gather_and_its_products_come_in_order_too(pool):
     for found in pool.run(f"{CASES}:watched_layer", 2, dropped=[None, 1], tp=2):
         complete, without = found

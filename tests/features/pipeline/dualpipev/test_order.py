@@ -52,7 +52,7 @@ def assert_as_many_alive_as_listed(ranks, schedule, pp):
 @pytest.mark.parametrize(
     ("pp", "microbatches", "layers", "layout"),
     [
-        (2, 4, 4, None),
+        pytest.param(2, 4, 4, None, marks=pytest.mark.full),
         (2, 7, 5, "Et|tt|t|tL"),
         pytest.param(4, 9, 8, None, marks=pytest.mark.full),
         pytest.param(8, 16, 16, None, marks=pytest.mark.full),
@@ -84,6 +84,7 @@ def test_the_recorded_order_is_the_list(pool, tmp_path, pp, microbatches, layers
     assert "DualPipeV" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("pp", "layers"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.full)], ids=["PP2", "PP4"]
 )
@@ -176,7 +177,7 @@ def evaluated(pp, microbatches, switches=None):
     return [float(each["lm loss"]) for each in losses]
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_an_evaluation_reports_on_the_last_rank(pool, microbatches):
     """The losses equal one process's, for any number of microbatches."""
     (expected,) = pool.run(f"{__name__}:evaluated", 1, pp=1, microbatches=microbatches)

@@ -68,6 +68,7 @@ def watched(**arguments: Any) -> dict[str, Any]:
     return {**result, **found}
 
 
+@pytest.mark.full
 def test_chains_of_four_ranks(pool):
     """Several chains in both directions of two microbatches, with the plans and results of layers alone."""
     _, layout, microbatches, model, _ = RUNS["EP4"]

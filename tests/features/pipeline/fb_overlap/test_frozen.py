@@ -70,7 +70,13 @@ def step(pool, frozen, switches, **overrides):
     )
 
 
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=list(FROZEN))
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(parts, id=name, marks=pytest.mark.full if name == "embedding" else ())
+        for name, parts in FROZEN.items()
+    ],
+)
 def test_losses_and_gradients(pool, frozen):
     off, on = (step(pool, frozen, switches) for switches in ({}, {"moe_fb_overlap": True}))
     for before, after in zip(off, on, strict=True):

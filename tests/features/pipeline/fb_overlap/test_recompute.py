@@ -111,7 +111,7 @@ RUNS = {
     "attention swapped": (2, {}, 3, {"num_layers": 3}, MOE, SWAPPED, [6, 6]),
     "layers behind swapped": (2, {}, 3, {"num_layers": 3}, BLOCK, SWAPPED, [3, 3]),
 }
-QUICK = ("first layer dense", "experts alone, dropout and jitter")
+QUICK = ("experts alone, dropout and jitter",)
 
 
 def step(pool, run, switches, recomputed):
@@ -157,6 +157,7 @@ def test_losses_and_gradients(pool, name):
             assert_same_gradients(after["gradients"], theirs["gradients"], rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recomputed", [UNIFORM, pytest.param(MOE, marks=pytest.mark.full)])
 def test_losses_and_tokens_count_once(pool, recomputed):
     """Auxiliary and z-loss, the indexer loss, and the token counts of the expert bias count once."""

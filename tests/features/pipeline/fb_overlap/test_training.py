@@ -61,7 +61,7 @@ RUNS = {
         {"moe_grouped_gemm": True, **VERIFIED},
     ),
 }
-QUICK = ["PP2 x VPP2", "first layer dense", "one stage, multi-token prediction", "swapped"]
+QUICK = ["PP2 x VPP2", "one stage, multi-token prediction"]
 
 
 def memory_events_of(result):
@@ -113,6 +113,7 @@ def test_losses_and_gradients(pool, tmp_path, name):
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recomputed", [{}, pytest.param(FULL, marks=pytest.mark.full)], ids=["", "again"])
 @pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):

@@ -11,6 +11,7 @@ import torch
 from tests.support import warm
 
 
+@pytest.mark.full
 def test_fused_functions_of_megatron_stay_eager():
     pytest.importorskip("megatron.core")
     code = """

@@ -33,6 +33,7 @@ def test_groups_with_options_of_nccl_are_gloos(pool):
     assert pool.run(f"{CASES}:with_a_stream_of_high_priority", 2) == [("gloo", 2.0)] * 2
 
 
+@pytest.mark.full
 def test_a_release_that_keeps_no_list_of_its_groups(pool):
     for left in pool.run(f"{CASES}:without_a_list", 2):
         assert {groups for _, groups in left} == {1}

@@ -67,7 +67,7 @@ def _mappings():
 CASES = "tests.features.platform.cpu.test_uneven_splits"
 
 
-@pytest.mark.parametrize("sizes", [[2, 5], [4, 0], [3, 3]], ids=str)
+@pytest.mark.parametrize("sizes", [[2, 5], [4, 0], pytest.param([3, 3], marks=pytest.mark.full)], ids=str)
 def test_rows_of_any_number_are_gathered_and_their_gradients_return(
     pool: WorkerPool, sizes: list[int]
 ) -> None:
@@ -79,7 +79,7 @@ def test_rows_of_any_number_are_gathered_and_their_gradients_return(
         torch.testing.assert_close(gradient, 3 * part)  # both ranks' losses: once and twice the weights
 
 
-@pytest.mark.parametrize("sizes", [[2, 5], [4, 0], [3, 3]], ids=str)
+@pytest.mark.parametrize("sizes", [[2, 5], [4, 0], pytest.param([3, 3], marks=pytest.mark.full)], ids=str)
 def test_sums_are_scattered_in_any_number(pool: WorkerPool, sizes: list[int]) -> None:
     weights = torch.rand(sum(sizes), 3)
     results = pool.run(f"{CASES}:reduce_scatter", 2, sizes=sizes, weights=weights)

@@ -49,7 +49,7 @@ def train(switches: Mapping[str, Any] | None, loads: bool, **options: Any) -> di
 CASES = "tests.features.platform.fused_adam.test_fused_adam"
 LAYOUTS = [
     {},
-    {"precision": "fp32"},
+    pytest.param({"precision": "fp32"}, marks=pytest.mark.full),
     {"distributed": True},
 ]
 

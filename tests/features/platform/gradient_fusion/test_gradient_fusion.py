@@ -67,7 +67,7 @@ SWAP = {"swap_attention": True, "swap_attention_min_bytes": 0}
 @pytest.mark.parametrize(
     ("overrides", "switches", "layout"),
     [
-        (PLAIN, {}, {"tp": 1}),
+        pytest.param(PLAIN, {}, {"tp": 1}, marks=pytest.mark.full),
         (PLAIN, {"use_ascend_coc": True, **SWAP}, {"tp": 2}),
         pytest.param(
             EXPERTS, {"moe_alltoall_overlap_comm": True}, {"tp": 1, "ep": 2}, marks=pytest.mark.full

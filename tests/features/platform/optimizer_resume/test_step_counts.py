@@ -101,7 +101,7 @@ third_party.or_skip("megatron.core")
 CASES = "tests.features.platform.optimizer_resume.test_step_counts"
 
 
-@pytest.mark.parametrize("layout", ["dp_zero", "dp_reshardable"])
+@pytest.mark.parametrize("layout", [pytest.param("dp_zero", marks=pytest.mark.full), "dp_reshardable"])
 def test_a_resumed_run_equals_an_unbroken_one(pool, layout):
     ranks = pool.run(f"{CASES}:train_and_resume", 2, layout=layout)
     for rank in ranks:

@@ -40,7 +40,7 @@ def one_process(pool):
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "batched"])
-@pytest.mark.parametrize(("pipeline", "chunks"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("pipeline", "chunks"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_interleaved_pipelines_train_as_one_process_does(pool, one_process, pipeline, chunks, overlap):
     ranks = pool.run(
         f"{CASES}:train", pipeline, pipeline=pipeline, chunks=chunks, overlap=overlap, evaluate=True
