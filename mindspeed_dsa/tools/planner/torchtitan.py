@@ -187,20 +187,51 @@ def _stages(settings: Settings, layers: int, ranks: int, chunks: int) -> tuple[s
     return stages_text(sizes, 0)
 
 
+def _check(settings: Settings, layout: Layout) -> None:
+    """Raise ``SettingsError`` for switches that change memory in a way that plans do not know."""
+    if settings["optimizer.name"] not in ("Adam", "AdamW"):
+        raise settings.refused("optimizer.name", "only Adam and AdamW can be planned")
+    whole_logits = settings["parallelism.disable_loss_parallel"] and layout.tp > 1
+    for key, on, why in (
+        ("training.enable_cpu_offload", settings["training.enable_cpu_offload"], "it"),
+        ("optimizer.early_step_in_backward", settings["optimizer.early_step_in_backward"], "it"),
+        (
+            "optimizer.implementation",
+            settings["optimizer.implementation"] == "foreach",
+            "a copy of all weights",
+        ),
+        ("parallelism.disable_loss_parallel", whole_logits, "whole logits on tensor parallel ranks"),
+        ("fault_tolerance.enable", settings["fault_tolerance.enable"], "a changing number of replicas"),
+    ):
+        if on:
+            raise settings.refused(key, f"{why} cannot be planned; leave it out")
+
+
+def _left_out(settings: Settings) -> list[str]:
+    """Return notes on switches whose effects plans leave out."""
+    components = settings["compile.components"]
+    switches = {
+        "parallelism.enable_async_tensor_parallel is": settings["parallelism.enable_async_tensor_parallel"],
+        "a compiled loss is": settings["compile.enable"]
+        and "loss" in components
+        and "model" not in components,
+        "passes of validation are": settings["validation.enable"],
+        "copies of asynchronous checkpoints on the host are": settings["checkpoint.enable"]
+        and settings["checkpoint.async_mode"] != "disabled",
+    }
+    return [f"{subject} NOT planned" for subject, on in switches.items() if on]
+
+
 def _training(
     settings: Settings, converters: set[str], layout: Layout, model: Model
 ) -> tuple[Training, Features, tuple[str, ...]]:
     """Return the settings of a step, the features, and notes on effects that plans ignore."""
-    if settings["optimizer.name"] not in ("Adam", "AdamW"):
-        raise settings.refused("optimizer.name", "only Adam and AdamW can be planned")
-    for key in ("training.enable_cpu_offload", "optimizer.early_step_in_backward"):
-        if settings[key]:
-            raise settings.refused(key, "it cannot be planned; leave it out")
+    _check(settings, layout)
     dtype = settings["training.dtype"]
     if dtype not in ("float32", "bfloat16"):
         raise settings.refused("training.dtype", "give float32 or bfloat16")
     half = dtype == "bfloat16"
-    piped, notes = layout.pp > 1, []
+    piped, notes = layout.pp > 1, _left_out(settings)
     local = settings.size("training.local_batch_size")
     micro = settings.size("parallelism.pipeline_parallel_microbatch_size") if piped else local
     batch, all_local = settings["training.global_batch_size"], local * layout.dp
@@ -224,8 +255,6 @@ def _training(
     compiled = settings["compile.enable"] and "model" in settings["compile.components"]
     if compiled:
         notes.append("compiled layers are planned as fused norms and activations; the rest is NOT planned")
-    if settings["parallelism.enable_async_tensor_parallel"]:
-        notes.append("enable_async_tensor_parallel is NOT planned")
     full, in_parts = _recomputation(settings, layout, model, notes)
     # TorchTitan casts weights where FSDP shards them, and by autocast on data parallel ranks alone.
     cast = settings["training.mixed_precision_param"] == "bfloat16" and (

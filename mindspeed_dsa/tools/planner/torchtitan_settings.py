@@ -1,7 +1,7 @@
 """Settings of TorchTitan 0.2's jobs: a TOML file, and words that override it as on the command line.
 
-:data:`DEFAULTS` has the settings that a plan depends on. The sections in :data:`OTHER_SECTIONS` are not
-read, and unknown ones are errors.
+:data:`DEFAULTS` has the settings that are planned, refused or noted. A plan does not depend on those in
+:data:`OTHERS`, and unknown ones are errors.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "expert_parallel_degree": 1,
         "expert_tensor_parallel_degree": 1,
         "expert_parallel_comm_backend": "standard",
+        "disable_loss_parallel": False,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
     "compile": {"enable": False, "components": ["model", "loss"]},
-    "optimizer": {"name": "AdamW", "early_step_in_backward": False},
+    "optimizer": {"name": "AdamW", "early_step_in_backward": False, "implementation": "fused"},
+    "checkpoint": {"enable": False, "async_mode": "disabled"},
+    "validation": {"enable": False},
+    "fault_tolerance": {"enable": False},
     "debug": {"moe_force_load_balance": False},
 }
-"""Settings that a plan depends on, with TorchTitan's defaults."""
+"""Settings that are planned, refused or noted, with TorchTitan's defaults."""
 OURS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {
         "npu_swap_optimizer": False,
@@ -66,29 +70,47 @@ OURS: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings that this library or TorchTitan-npu adds."""
 OTHERS: Mapping[str, str] = {
+    "job": "config_file dump_folder description print_config save_config_file custom_config_module",
     "model": "hf_assets_path tokenizer_path print_after_conversion",
     "training": "dataset dataset_path max_norm steps mixed_precision_reduce gc_freq gc_debug dataloader",
     "parallelism": (
-        "disable_loss_parallel context_parallel_load_balancer enable_custom_context_parallel "
-        "custom_context_parallel_path"
+        "context_parallel_load_balancer enable_custom_context_parallel custom_context_parallel_path"
     ),
     "activation_checkpoint": (
         "per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget preserve_rng_state "
         "visualize_memory_budget_pareto determinism_check debug"
     ),
     "compile": "backend",
-    "optimizer": "lr beta1 beta2 eps weight_decay implementation",
+    "optimizer": "lr beta1 beta2 eps weight_decay",
+    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
+    "checkpoint": (
+        "enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
+        "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype "
+        "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint "
+        "load_only"
+    ),
+    "validation": "dataset dataset_path local_batch_size seq_len freq steps dataloader",
+    "fault_tolerance": (
+        "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method"
+    ),
+    "quantize": "linear grouped_mm",  # for converters that plans refuse
+    "memory_estimation": "enable disable_fake_mode",  # for a program that does not train
+    "comm": (
+        "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder "
+        "save_traces_file_prefix mode"
+    ),
+    "profiling": (
+        "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
+        "enable_memory_snapshot save_memory_snapshot_folder"
+    ),
+    "metrics": (
+        "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb"
+    ),
+    "experimental": "custom_import custom_args_module",
     "dsa": "rope_layout backend context_parallel_algo",
     "debug": "seed deterministic deterministic_warn_only",
 }
-"""Settings of the same sections that a plan does not depend on."""
-OTHER_SECTIONS = frozenset(
-    (
-        "job profiling metrics lr_scheduler checkpoint memory_estimation fault_tolerance quantize comm "
-        "validation experimental"
-    ).split()
-)
-"""Sections that a plan does not depend on; a job's own configuration module can add more to a file."""
+"""Settings that a plan does not depend on; a job's own configuration module can add sections to a file."""
 
 
 def is_file(words: Sequence[str]) -> bool:
@@ -136,18 +158,20 @@ def read(words: Sequence[str]) -> Settings:
         content = toml.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"{WHO}: {file} cannot be read ({error}); give TorchTitan's TOML file") from error
-    sections = {
-        name: {**DEFAULTS.get(name, {}), **OURS.get(name, {})} for name in dict.fromkeys([*DEFAULTS, *OURS])
-    }
-    for section in content:
-        # A module of the job adds sections of its own.
-        if not content.get("job", {}).get("custom_config_module"):
-            _check_section(file, section, sections)
-    for section, keys in sections.items():
-        in_file = content.get(section, {})
+    for section, in_file in content.items():
         if not isinstance(in_file, dict):
             raise SettingsError(f"{WHO}: {file}: {section} is no section; write [{section}]")
-        for key, value in in_file.items():
+    planned = {
+        name: {**DEFAULTS.get(name, {}), **OURS.get(name, {})} for name in dict.fromkeys([*DEFAULTS, *OURS])
+    }
+    # A module of the job adds sections of its own, and settings.
+    extended = bool(content.get("job", {}).get("custom_config_module"))
+    sections = planned if extended else {**{name: {} for name in OTHERS}, **planned}
+    for section in content:
+        if not extended:
+            _check_section(file, section, sections)
+    for section, keys in sections.items():
+        for key, value in content.get(section, {}).items():
             _check_known(file, section, key, keys)
             if key in keys:
                 kind = type(keys[key])
@@ -163,14 +187,14 @@ def read(words: Sequence[str]) -> Settings:
             continue
         on = not name.startswith(("no-", "no_"))
         name = (name if on else name[3:]).replace("-", "_")
-        _check_known(file, section, name, sections[section])
+        _check_known(file, section, name.partition(".")[0], sections[section])
         if name in sections[section]:
             sections[section][name] = _value(file, key, values, sections[section][name], on)
     return Settings(file, sections)
 
 
 def _check_section(file: str, section: str, sections: Mapping[str, Any]) -> None:
-    every = [*sections, *OTHER_SECTIONS]
+    every = {**sections, **OTHERS}
     if section not in every:
         near = difflib.get_close_matches(section, every, n=1)
         hint = f"did you mean {near[0]}?" if near else f"TorchTitan has {', '.join(sorted(every))}"

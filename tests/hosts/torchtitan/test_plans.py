@@ -52,14 +52,17 @@ def theirs():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_settings_are_those_of_torchtitan(theirs):
+def test_every_setting_is_planned_refused_noted_or_listed(theirs):
     settings, _, _ = theirs
-    assert settings.keys() == {*torchtitan_settings.DEFAULTS, *torchtitan_settings.OTHER_SECTIONS}
-    for section, defaults in torchtitan_settings.DEFAULTS.items():
-        assert {**settings[section], **defaults} == settings[section]
-        ours = {*torchtitan_settings.OURS.get(section, {}), *defaults}
-        unknown = settings[section].keys() - ours - {*torchtitan_settings.OTHERS[section].split()}
-        assert not unknown, f"plans know no {unknown}"
+    defaults, others = torchtitan_settings.DEFAULTS, torchtitan_settings.OTHERS
+    # A section and settings of this library and of TorchTitan-npu.
+    assert {*defaults, *others} - settings.keys() == {"dsa"}
+    added = {"parallelism": {"enable_custom_context_parallel", "custom_context_parallel_path"}}
+    for section, every in settings.items():
+        planned, listed = defaults.get(section, {}), others.get(section, "").split()
+        assert {**every, **planned} == every, section
+        assert len(listed) == len({*listed} - planned.keys()), section
+        assert {*planned, *listed} - added.get(section, set()) == every.keys(), section
 
 
 def test_converters_and_options_are_ours():

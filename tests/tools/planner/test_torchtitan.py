@@ -178,11 +178,59 @@ def test_sizes_of_a_configuration(job):
         ),
         ("--training.enable_cpu_offload", r"\[training\] enable_cpu_offload = True: it cannot be planned"),
         ("--optimizer.name Muon", "only Adam and AdamW"),
+        ("--optimizer.early_step_in_backward", "early_step_in_backward = True: it cannot be planned"),
+        ("--optimizer.implementation foreach", "= 'foreach': a copy of all weights cannot be planned; leave"),
+        ("--parallelism.disable_loss_parallel", "= True: whole logits on tensor parallel ranks cannot"),
+        (
+            "--fault_tolerance.enable",
+            r"job.toml: \[fault_tolerance\] enable = True: a changing number of replicas .*; leave it out",
+        ),
+        (
+            "--checkpoint.async_mod async",
+            r"\[checkpoint\] has no setting 'async_mod' .*; did you mean async_mode",
+        ),
+        ("--metrics.log_frequency 1", r"\[metrics\] has no setting 'log_frequency'"),
+        ("--quantize.linear.float8.emulate --quantise.linear.mx.recipe_name x", "did you mean quantize"),
     ],
 )
 def test_what_is_refused(job, words, message):
     with pytest.raises(SettingsError, match=message):
         job(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--parallelism.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel is NOT"),
+        ("--compile.enable --compile.components loss", "a compiled loss is NOT"),
+        ("--compile.enable", "compiled layers are planned as fused norms and activations; the rest is NOT"),
+        ("--validation.enable", "passes of validation are NOT"),
+        ("--checkpoint.enable --checkpoint.async_mode async", "asynchronous checkpoints on the host are NOT"),
+    ],
+)
+def test_what_is_left_out_is_printed(job, words, note):
+    assert any(f"{note} planned" in each for each in job(words).notes)
+    assert not any(note in each for each in job().notes)
+
+
+def test_settings_that_do_not_matter(job):
+    words = (
+        "--parallelism.tensor_parallel_degree 1 --parallelism.disable_loss_parallel",
+        "--parallelism.tensor_parallel_degree 1 --checkpoint.enable --training.dataloader.num_workers 4",
+    )
+    assert job(words[0]) == job(words[1]) == job("--parallelism.tensor_parallel_degree 1")
+
+
+def test_a_module_of_the_job_adds_sections_and_settings(tmp_path):
+    file = tmp_path / "job.toml"
+    text = "[job]\ncustom_config_module = 'mine'\n[mine]\na = 1\n[profiling]\nranks = [0]\n"
+    file.write_text(text)
+    torchtitan.job_of([str(file), "--model.flavor", "8B"], None, None, None)
+    file.write_text(f"{text}[training]\nmemory_ratio = 0.5\n")
+    with pytest.raises(
+        SettingsError, match=r"\[training\] has no setting 'memory_ratio' that can be planned"
+    ):
+        torchtitan.job_of([str(file), "--model.flavor", "8B"], None, None, None)
 
 
 def test_files_that_are_refused(tmp_path):
@@ -193,6 +241,8 @@ def test_files_that_are_refused(tmp_path):
         "[parallelisms]\ntensor_parallel_degree = 8": "did you mean parallelism",
         "[model]\nconverters = 'npu_dsa'": "converters = 'npu_dsa': give list",
         "[training]\nseq_len = '8k'": "seq_len = '8k': give int",
+        "metrics = 3": r"write \[metrics\]",
+        "[comm]\nmodes = 'default'": r"\[comm\] has no setting 'modes' .*; did you mean mode",
     }
     for text, message in texts.items():
         file.write_text(text)
