@@ -45,7 +45,7 @@ def sum_over_gloo() -> None:
 
 
 def as_newer_torch() -> None:
-    """Add PyTorch 2.14's functions that TorchTitan 0.3 uses, if this PyTorch is older."""
+    """Add to a PyTorch before 2.14 the functions that TorchTitan 0.3 uses, and a correction of pipelines."""
     from torch.distributed.pipelining import schedules
 
     if hasattr(torch.distributed, "set_timeout"):
@@ -53,6 +53,8 @@ def as_newer_torch() -> None:
     torch.distributed.set_timeout = lambda timeout, group=None: None
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         kind.step = taking_microbatches(kind.step)
+    base = schedules._PipelineSchedule
+    base._initialize_pp_stages = keeping_buffers(base._initialize_pp_stages)
 
 
 def taking_microbatches(original):
@@ -67,6 +69,32 @@ def taking_microbatches(original):
         return self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, **kwargs)
 
     return step
+
+
+def keeping_buffers(original):
+    """Wrap the preparation of pipeline stages so that it leaves the stages' buffers as they are.
+
+    Before the first microbatch, PyTorch 2.13 runs each stage to learn the shapes of its outputs, every stage
+    but the first one on uninitialised memory. TorchTitan's routers count these tokens as well, and the first
+    update of the experts' biases depends on them. PyTorch's pull request 188763 restores the buffers.
+    """
+
+    @torch.no_grad()
+    def initialize(self, stages, *args, **kwargs):
+        from mindspeed_dsa.parallel.local_shards import local_of
+
+        buffers = [each for stage in stages for each in stage.submod.named_buffers()]
+        # This rank's parts: to compare DTensors is a collective operation.
+        kept = [(name, local_of(buffer), local_of(buffer).clone()) for name, buffer in buffers]
+        with torch.enable_grad():
+            result = original(self, stages, *args, **kwargs)
+        for name, buffer, value in kept:
+            if not torch.equal(buffer, value):
+                restored.append(name)
+                buffer.copy_(value)
+        return result
+
+    return initialize
 
 
 def count_integers() -> None:
@@ -92,6 +120,7 @@ def sort_without_triton() -> None:
 
 calls: Counter[str] = Counter()
 moved: Counter[str] = Counter()
+restored: list[str] = []
 
 
 def count_calls() -> None:
@@ -233,6 +262,7 @@ def record(folder: Path) -> None:
         result = {"steps": steps, "calls": calls, "indexer_losses": losses}
         result |= {"moments": moments(self.optimizers), "staging": max(staging, default=0)} | graphs()
         result |= {"tokens": tokens, "initial": initial, "weights": weights(self), "moved": moved}
+        result["restored"] = restored
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
     MetricsProcessor.log, Trainer.train, Trainer.post_dataloading_process = logged, trained, prepared

@@ -55,6 +55,9 @@ def test_losses_and_weights_are_those_of_stock(folder, layout):
     assert len(stock.steps) == 4
     assert ours.steps == stock.steps
     assert ours.weights == stock.weights
+    # What the page says of PyTorch's pipelines: they change the counts of tokens, and no other buffer.
+    changed = {name.rpartition(".")[2] for part in stock.parts for name in part["restored"]}
+    assert changed == ({"tokens_per_expert_E"} if layout == "pp" else set())
 
 
 def test_checkpoints_are_those_of_stock(folder, saved):

@@ -142,9 +142,10 @@ def test_the_indexers_gradient_is_that_of_one_rank_and_one_pass(seeded, case):
     assert seeded(*parts) == pytest.approx(seeded(*whole), rel=2e-3)
 
 
-def test_a_job_that_resumes_goes_on_as_one_that_was_not_interrupted(folder):
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
+def test_a_job_that_resumes_goes_on_as_one_that_was_not_interrupted(folder, layout):
     converters = {"names": ALL, **SPARSE}
-    saving = ("--checkpoint.enable", "--dump_folder", "saved")
+    saving = ("--checkpoint.enable", "--dump_folder", f"saved-{layout}", *LAYOUTS[layout][1])
     whole = jobs.by_config(folder, 2, *saving, converters=converters)
     rest = jobs.by_config(folder, 2, *saving, "--checkpoint.load_step", "2", converters=converters)
     assert [step for step, _, _ in rest.steps] == [3, 4]
