@@ -25,6 +25,7 @@ from mindspeed_dsa.integrations.torchtitan.names import SparseOptions
 from mindspeed_dsa.ops.dsa import DSAOutput, deepseek_sparse_attention, is_faster_by_head
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 Rotate = Callable[[Tensor], Tensor]
 """Model's rotary embedding (adjacent pairs), a function of ``[..., heads, rope]`` or ``[..., 1, rope]``."""
 
@@ -300,12 +301,13 @@ def indexer_losses(model: nn.Module) -> dict[str, float]:
     """Return a dict from module name to the indexer loss of the last pass, averaged over this rank's tokens.
 
     Copies the losses from the device, which blocks. Layers without a loss, such as layers of other pipeline
-    stages, are left out.
+    stages, are left out. The names have no parts of wrappers for recomputation or compilation.
     """
+    # Wrappers have the attributes of their modules, but not in a dictionary of their own.
     return {
-        name: float(module.indexer_loss)
+        ".".join(part for part in name.split(".") if part not in _WRAPPED): float(loss)
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "indexer_loss", None), Tensor)
+        if isinstance(loss := vars(module).get("indexer_loss"), Tensor)
     }
 
 
