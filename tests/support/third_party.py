@@ -1,4 +1,4 @@
-"""Third-party modules that Megatron imports, or that torch imports on first use in tests."""
+"""Third-party modules that Megatron or TorchTitan imports, or that torch imports on first use in tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+OF_TORCHTITAN = (
+    "datasets",
+    "torch.distributed.pipelining.schedules",
+    "torchao.float8",
+    "torchao.prototype.moe_training",
+    "torchdata.stateful_dataloader",
+    "tyro",
+)
 NAMES = (
     "torch",
     "torch._dynamo",
@@ -20,6 +28,7 @@ NAMES = (
     "triton",
     "wrapt",
     "yaml",
+    *OF_TORCHTITAN,
 )
 OF_CASES = (
     *NAMES,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support import warm
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 OLD = Path(sys.prefix) / "torchtitan-0.2"
@@ -87,19 +93,34 @@ def files(folder: Path) -> Path:
 def start(
     folder: Path, ranks: int, arguments: list[str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program with TorchTitan's arguments in a folder; return the completed process."""
-    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **environment}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "tests.hosts.torchtitan.on_cpu"]
+    """Run the program with TorchTitan's arguments in a folder; return the completed job.
+
+    The ranks have torchrun's variables, but begin with torch and TorchTitan's dependencies imported.
+    """
+    command = [sys.executable, "-m", "tests.hosts.torchtitan.on_cpu", *arguments]
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env={**os.environ, **settings, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **environment}
+    settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
+    settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        running = {}
+        for rank in range(ranks):
+            own = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = warm.popen(command, cwd=folder, env=own, stdout=out, stderr=err)
+            running[os.pidfd_open(process.pid)] = process
+        code, deadline = 0, time.monotonic() + 1500
+        while running:
+            ended, _, _ = select.select(running, [], [], max(0.0, deadline - time.monotonic()))
+            for descriptor in ended:
+                code = running.pop(descriptor).wait() or code
+                os.close(descriptor)
+            # As torchrun does: a rank that fails ends the others.
+            for process in running.values() if code or not ended else ():
+                process.kill()
+            assert ended, "the job has not ended in time"
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 def train(folder: Path, ranks: int, arguments: list[str], **environment: str) -> Record:
