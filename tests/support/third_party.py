@@ -10,14 +10,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-OF_TORCHTITAN = (
-    "datasets",
-    "torch.distributed.pipelining.schedules",
-    "torchao.float8",
-    "torchao.prototype.moe_training",
-    "torchdata.stateful_dataloader",
-    "tyro",
-)
 NAMES = (
     "torch",
     "torch._dynamo",
@@ -28,7 +20,15 @@ NAMES = (
     "triton",
     "wrapt",
     "yaml",
-    *OF_TORCHTITAN,
+)
+OF_TORCHTITAN = (
+    *NAMES,
+    "datasets",
+    "torch.distributed.pipelining.schedules",
+    "torchao.float8",
+    "torchao.prototype.moe_training",
+    "torchdata.stateful_dataloader",
+    "tyro",
 )
 OF_CASES = (
     *NAMES,

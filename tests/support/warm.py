@@ -27,16 +27,23 @@ from typing import IO, Any
 
 from tests.support import third_party
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Variables that libraries read when they are imported, which is in the server.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 
 
 class _Server:
-    def __init__(self) -> None:
+    def __init__(self, imported: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         file = Path(__file__).with_name("warm_server.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(file), str(theirs.fileno()), *third_party.NAMES],
+            [sys.executable, str(file), str(theirs.fileno()), *imported],
             pass_fds=[theirs.fileno()],
             env={**environ, **_ENVIRONMENT},
         )
@@ -71,8 +78,9 @@ class Process:
         stdin, stdout: our ends of pipes, if requested.
     """
 
-    def __init__(self, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
+    def __init__(self, server: _Server, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._server = server
         self.returncode: int | None = None
 
     def wait(self, timeout: float = 600) -> int:
@@ -85,7 +93,7 @@ class Process:
             clock = threading.Timer(timeout, self.kill)
             clock.start()
             try:
-                self.returncode = _server().ask({"wait": self.pid})
+                self.returncode = self._server.ask({"wait": self.pid})
             except BaseException:  # the test has run out of time
                 self.kill()
                 raise
@@ -119,8 +127,12 @@ def popen(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     text: bool = True,
+    imported: tuple[str, ...] = third_party.NAMES,
 ) -> Process:
-    """Do ``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or inherited."""
+    """Do ``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or inherited.
+
+    ``imported`` are the modules that the program finds imported, if they are installed.
+    """
     assert command[0] == sys.executable
     request = {
         "start": list(map(str, command[1:])),
@@ -145,7 +157,8 @@ def popen(
                 streams.append(number if number else sink.fileno())
             else:
                 streams.append(requested if isinstance(requested, int) else requested.fileno())
-        return Process(_server().ask(request, streams), *ends)
+        server = _server(imported)
+        return Process(server, server.ask(request, streams), *ends)
 
 
 def run(

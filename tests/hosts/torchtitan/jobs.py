@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.support import warm
 from tests.support.ports import free_port
+from tests.support.third_party import OF_TORCHTITAN
 
 ROOT = Path(__file__).parents[3]
 OLD = Path(sys.prefix) / "torchtitan-0.2"
@@ -27,6 +28,7 @@ BACKEND = ("--parallelism.spmd_backend", "partial_dtensor")
 """The only one of TorchTitan 0.3's three ways to hold parameters that PyTorch before 2.14 supports."""
 
 
+PROGRAM = "tests.hosts.torchtitan.on_cpu"
 PAGE = ("npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm", "npu_rope")
 """Converters of the page's configuration."""
 
@@ -91,36 +93,51 @@ def files(folder: Path) -> Path:
 
 
 def start(
-    folder: Path, ranks: int, arguments: list[str], **environment: str
+    folder: Path, ranks: int, arguments: list[str], *, module: str = PROGRAM, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the program with TorchTitan's arguments in a folder; return the completed job.
 
-    The ranks have torchrun's variables, but begin with torch and TorchTitan's dependencies imported.
+    The ranks begin with torch and TorchTitan's dependencies imported, and with the variables of torchrun that
+    TorchTitan reads. When a rank fails, the others are killed.
+
+    Raises:
+        subprocess.TimeoutExpired: the job took more than 1500 s; it has the output.
     """
-    command = [sys.executable, "-m", "tests.hosts.torchtitan.on_cpu", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
-    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **environment}
-    settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
+    settings = {"OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path}
+    settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    running: dict[int, warm.Process] = {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        running = {}
-        for rank in range(ranks):
-            own = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = warm.popen(command, cwd=folder, env=own, stdout=out, stderr=err)
-            running[os.pidfd_open(process.pid)] = process
+
+        def printed() -> list[str]:
+            for file in (out, err):
+                file.seek(0)
+            return [out.read(), err.read()]
+
         code, deadline = 0, time.monotonic() + 1500
-        while running:
-            ended, _, _ = select.select(running, [], [], max(0.0, deadline - time.monotonic()))
-            for descriptor in ended:
-                code = running.pop(descriptor).wait() or code
-                os.close(descriptor)
-            # As torchrun does: a rank that fails ends the others.
-            for process in running.values() if code or not ended else ():
+        try:
+            for rank in range(ranks):
+                own = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = warm.popen(
+                    command, cwd=folder, env=own, stdout=out, stderr=err, imported=OF_TORCHTITAN
+                )
+                running[os.pidfd_open(process.pid)] = process
+            while running and not code:
+                ended, _, _ = select.select(running, [], [], max(0.0, deadline - time.monotonic()))
+                if not ended:
+                    raise subprocess.TimeoutExpired(command, 1500, *printed())
+                for descriptor in ended:
+                    code = code or running[descriptor].wait()
+                    del running[descriptor]
+                    os.close(descriptor)
+        finally:
+            for descriptor, process in running.items():
                 process.kill()
-            assert ended, "the job has not ended in time"
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+                process.wait()
+                os.close(descriptor)
+        return subprocess.CompletedProcess(command, code, *printed())
 
 
 def train(folder: Path, ranks: int, arguments: list[str], **environment: str) -> Record:

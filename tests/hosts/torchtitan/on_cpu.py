@@ -1,6 +1,6 @@
 """TorchTitan's own training program on a CPU, with replacements for its device queries.
 
-``torchrun -m tests.hosts.torchtitan.on_cpu ...`` is ``torchrun -m torchtitan.train ...``. Every rank's log
+``python -m tests.hosts.torchtitan.on_cpu`` is a rank of ``torchrun -m torchtitan.train``. Every rank's log
 and calls are written to ``$TITAN_RECORD/RANK.json``.
 """
 
