@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import mindspeed_dsa
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches import versions
 from tests.support.import_graph import Sources
+from tests.support.sources import nodes_of
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 PAGE = FOLDER.parent / "docs" / "design" / "torch-privates.md"
@@ -55,10 +56,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def uses(tree: ast.Module) -> Iterator[str]:
+def uses(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the private names of torch in a module: imported, written out, or in an engine string."""
     imported = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
@@ -70,7 +71,7 @@ def uses(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+(:\w[\w.]*)?", str(node.value)):
             yield str(node.value).replace(":", ".")
-    for node in ast.walk(tree):
+    for node in nodes:
         path: list[str] = []
         inner: ast.AST = node
         while isinstance(inner, ast.Attribute):
@@ -80,17 +81,17 @@ def uses(tree: ast.Module) -> Iterator[str]:
             yield ".".join([imported[inner.id], *reversed(path)])
 
 
-def attributes(tree: ast.Module) -> Iterator[str]:
+def attributes(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Yield attribute names of any object, also from strings of ``getattr`` and similar calls."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def defined(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -104,8 +105,8 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def trees(sources: Sources) -> list[ast.Module]:
-    return list(sources.trees.values())
+def modules(sources: Sources) -> list[list[ast.AST]]:
+    return [nodes_of(file) for file in sources.files.values()]
 
 
 def listed(heading: str) -> list[str]:
@@ -128,28 +129,28 @@ def unlisted(used: set[str], entries: list[str]) -> set[str]:
     return {name for name in private - parents if not any(covers(entry, name) for entry in entries)}
 
 
-def test_every_private_name_of_torch_is_listed(trees):
+def test_every_private_name_of_torch_is_listed(modules):
     entries = listed("Names of modules")
-    used = {name for tree in trees for name in uses(tree)}
+    used = {name for nodes in modules for name in uses(nodes)}
     assert unlisted(used, entries) == set()
     used |= {
         f"torch.{space}.{name}"  # by getattr and hasattr
-        for tree in trees
-        for name in attributes(tree)
+        for nodes in modules
+        for name in attributes(nodes)
         for space in ("_C", "ops.mkldnn")
     }
     # Operators are looked up by string before they are called.
     assert [entry for entry in entries if not any(covers(entry, name) for name in used)] == []
 
 
-def test_every_private_attribute_is_listed_or_another_packages(trees):
+def test_every_private_attribute_is_listed_or_another_packages(modules):
     entries = listed("Attributes of objects")
-    own_names = {name for tree in trees for name in defined(tree)}
+    own_names = {name for nodes in modules for name in defined(nodes)}
     below = {part for entry in listed("Names of modules") for part in entry.split(".")}
     used = {
         name
-        for tree in trees
-        for name in attributes(tree)
+        for nodes in modules
+        for name in attributes(nodes)
         if isinstance(name, str) and is_private(name) and name not in own_names
     }
     assert used - set(entries) - NOT_TORCHS - below == set()
@@ -169,7 +170,7 @@ def test_every_private_attribute_is_listed_or_another_packages(trees):
     ],
 )
 def test_a_new_use_is_seen(source):
-    assert len(unlisted(set(uses(ast.parse(source))), listed("Names of modules"))) == 1
+    assert len(unlisted(set(uses(list(ast.walk(ast.parse(source))))), listed("Names of modules"))) == 1
 
 
 def test_a_name_that_is_gone_is_reported_with_who_needs_it():

@@ -17,7 +17,7 @@ import mindspeed_dsa
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.features import shipped
 from mindspeed_dsa.settings import GENERAL_FLAGS
-from tests.support.sources import tree_of
+from tests.support.sources import nodes_of
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 
@@ -46,7 +46,7 @@ def fragments() -> list[str]:
     """Return the package's docstrings that begin with neither an imperative nor a noun."""
     wrong = []
     for path in sorted(FOLDER.rglob("*.py")):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if FRAGMENT.match(text):

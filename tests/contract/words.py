@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.sources import tree_of
+from tests.support.sources import nodes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mindspeed_dsa"
@@ -133,12 +133,12 @@ def count_code(files: Iterable[Path]) -> Counts:
         for line, text in _comments(source):
             counts.comments += lines[line - 1].lstrip().startswith("#")
             _count_words(counts, file, line, text)
-        tree = tree_of(file)
-        for node in _documentation(tree):
+        nodes = nodes_of(file)
+        for node in _documentation(nodes):
             for offset, text in enumerate(str(node.value).splitlines()):
                 _count_words(counts, file, node.lineno + offset, text)
             _count_entries(counts, file, node)
-        counts.places += [Place("vague local", file, *rest) for rest in _vague(tree)]
+        counts.places += [Place("vague local", file, *rest) for rest in _vague(nodes)]
     return counts
 
 
@@ -192,9 +192,9 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
             yield line + 1, found[0]
 
 
-def _documentation(tree: ast.Module) -> Iterator[ast.Constant]:
+def _documentation(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
     """Yield docstrings, and the strings below attributes that document them."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -203,18 +203,23 @@ def _documentation(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node.value
 
 
-def _vague(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _vague(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield locals of :data:`VAGUE` that live longer than three lines."""
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    functions, names = [], []
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node)
+        elif isinstance(node, ast.Name) and node.id in VAGUE:
+            names.append(node)
+    for function in functions if names else ():
         spans: dict[str, list[int]] = {}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and node.id in VAGUE:
-                spans.setdefault(node.id, []).append(node.lineno)
-        for name, used in spans.items():
+        begin = min(node.lineno for node in (function, *function.decorator_list))
+        for name in names:
+            if begin <= name.lineno <= (function.end_lineno or begin):
+                spans.setdefault(name.id, []).append(name.lineno)
+        for local, used in spans.items():
             if max(used) - min(used) >= 3:
-                yield min(used), f"{name} in {function.name}"
+                yield min(used), f"{local} in {function.name}"
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import mindspeed_dsa
 from mindspeed_dsa.features.diagnostics.steps import metrics
 from mindspeed_dsa.megatron import measured
-from tests.support.sources import tree_of
+from tests.support.sources import nodes_of
 from tests.support.stand_in import measures
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
@@ -69,7 +69,7 @@ def test_no_function_that_reduces_makes_fp64():
         apart = any(part in file.as_posix() for part in ("platform/cpu", "platform/npu/hccl"))
         if apart or {file.stem.partition("_")[0], file.parent.name} & ELSEWHERE:
             continue
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef):
                 names = set(names_in(node))
                 seen += bool(names & REDUCING)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.sources import tree_of
+from tests.support.sources import nodes_of, tree_of
 
 
 class Reference(NamedTuple):
@@ -61,7 +61,7 @@ class Sources:
         tree = self.trees[name]
         constants = self._constants(name, tree)
         parts = set()  # parts of an f-string, which is read as a whole
-        for node in ast.walk(tree):
+        for node in nodes_of(self.files[name]):
             if isinstance(node, ast.Import):
                 yield from self._imported(name, node, [alias.name for alias in node.names])
             elif isinstance(node, ast.ImportFrom):
