@@ -1,9 +1,9 @@
 """Models of transformers with their own attention and with this library's: time and memory of passes.
 
-One attention layer, or two if a family has two kinds, has the released widths of heads, latent and indexer,
-but fewer heads. With all 64 index heads, the scores of 4096 tokens would take 4 GiB in transformers, and of
-16384 tokens 64 GiB. Each way runs in its own process with a memory limit, over all lengths; where it exceeds
-the limit, it reports that instead.
+One attention layer has the released widths of heads, latent and indexer, but fewer heads; dots3_note has a
+second layer, with a sliding window. With all 64 index heads, the scores of 4096 tokens would take 4 GiB in
+transformers, and of 16384 tokens 64 GiB. Each way and kind of pass runs in its own process with a memory
+limit, over all lengths; where it exceeds the limit, it reports that instead.
 """
 
 from __future__ import annotations
