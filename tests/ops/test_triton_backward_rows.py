@@ -85,13 +85,27 @@ def test_gradients(heads, topk, deterministic, hopper_kernels, monkeypatch):
             assert torch.equal(value, other)
         # A launch takes two tiles of as many rows as the workspace holds: the row's other tiles are a part.
         monkeypatch.setattr(attention, "ROW_ENTRIES", 2 * TILE)
-        rows_of_part = 5 * topk // min(topk, 2 * TILE)
+        rows_of_part = 5 * topk // (topk if topk <= 2 * TILE else 2 * TILE + 2 * heads)
         again = attention.backward(call, grad.to(DEVICE), out, lse, True)
         chunks = [range(first, min(first + rows_of_part, 12)) for first in range(0, 12, rows_of_part)]
         assert seen[4:] == [rows for rows in chunks for _ in range(-(-topk // (2 * TILE)))]
         for value, other in zip(again, expected_grads, strict=False):
             assert oracle.cosine_distance(value.cpu(), other) < 4e-4
         assert torch.equal(again[2], summed)
+
+
+# Up to 2048 entries a row passes whole. In parts, gradients of queries take memory too.
+@pytest.mark.parametrize(
+    ("topk", "heads", "rows"),
+    [(64, 128, 3640), (2048, 16, 113), (2048, 128, 113), (2049, 16, 112), (8192, 64, 107), (65536, 128, 101)],
+)
+def test_rows_that_a_workspace_holds(topk, heads, rows):
+    workspace = 512 << 20
+    assert attention.rows_per_launch(topk, heads, 576, workspace) == rows
+    entries = min(topk, 2048)
+    taken = 4 * 576 * (entries + (2 * heads if topk > 2048 else 0))
+    assert rows * taken <= workspace < (rows + 1) * taken
+    assert attention.rows_per_launch(topk, heads, 576, 1000) == 1
 
 
 def test_columns_are_put_in_order():

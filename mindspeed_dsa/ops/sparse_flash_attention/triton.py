@@ -77,7 +77,7 @@ __all__ = [
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
 # Entries of a row per launch of the backward by rows in a fixed order: a workspace of 512 MiB then holds the
-# gradients of 113 rows, and an H100 has 132 multiprocessors.
+# gradients of at least 113 rows, and an H100 has 132 multiprocessors.
 ROW_ENTRIES = 2048
 plan_call = takes_every_call
 
@@ -253,10 +253,11 @@ def _backward_by_rows(
     summed = None if summed is None else summed.view(rows, topk)
     if deterministic:
         # Rows pass in parts, so that a launch has as many programs however many keys a row selects.
-        entries = min(topk, ROW_ENTRIES)
+        entries, heads = min(topk, ROW_ENTRIES), grad_query.shape[1]
         parts = [slice(begin, begin + entries) for begin in range(0, topk, entries)]
+        several = len(parts) > 1
         ends = [(lengths - part.start).clamp(0, entries) for part in parts]
-        chunk = max(1, min(rows, tile_bytes(grad_keys) // (4 * entries * dim)))
+        chunk = min(rows, rows_per_launch(topk, heads, dim, tile_bytes(grad_keys)))
         workspace = grad_keys.new_empty(chunk * entries, dim)
         # Chunks are sorted together: a sort takes up to 32 bytes per entry.
         sorted_rows = max(1, WORKSPACE_BYTES // 32 // (chunk * topk)) * chunk
@@ -265,25 +266,41 @@ def _backward_by_rows(
                 ids = key_ids(indices[first : first + sorted_rows], first, rows_of_batch, key_length, keys)
                 orders = [order_by_key(ids[:, part], keys, chunk) for part in parts]
             of_chunk = range(first, min(first + chunk, rows))
-            of_part = grad_query.new_empty(len(of_chunk), *grad_query.shape[1:], dtype=torch.float32)
-            query_sums = torch.zeros_like(of_part)
+            here = slice(first, of_chunk.stop)
+            of_part = of_queries = grad_query[here]
+            if several:
+                of_part = torch.empty_like(of_queries, dtype=torch.float32)
+                query_sums = torch.zeros_like(of_part)
             for part, end, order in zip(parts, ends, orders, strict=True):
-                chosen = indices[first : of_chunk.stop, part].contiguous()
+                # Copies of a part; a whole row is passed itself.
+                chosen = indices[here, part].contiguous()
+                sum_part = None if summed is None else summed[here, part].contiguous()
                 gathered = workspace[: chosen.numel()].view(*chosen.shape, dim)
-                if hopper.adds_to_entries(grad_query.shape[1]):
+                if hopper.adds_to_entries(heads):
                     gathered.zero_()
-                sum_part = None if summed is None else torch.zeros_like(chosen, dtype=torch.float32)
                 found = of_part, gathered, sum_part
                 hopper.gradients_of_rows(inputs, found, chosen, end, of_chunk, softmax_scale, True)
                 add_ordered_rows(grad_keys, gathered, order, first % sorted_rows // chunk)
-                query_sums += of_part
-                if summed is not None and sum_part is not None:
-                    summed[first : of_chunk.stop, part] = sum_part
-            grad_query[first : of_chunk.stop] = query_sums
+                if several:
+                    query_sums += of_part
+                    if summed is not None and sum_part is not None:
+                        summed[here, part] = sum_part
+            if several:
+                of_queries.copy_(query_sums)
     else:
         results = grad_query, grad_keys, summed
         hopper.gradients_of_rows(inputs, results, indices, lengths, range(rows), softmax_scale, False)
     grad_keys.copy_(hopper.in_order(grad_keys))
+
+
+def rows_per_launch(topk: int, heads: int, dim: int, workspace: int) -> int:
+    """Return of how many rows a workspace of some bytes holds the gradients, at least 1.
+
+    It holds a gradient per entry of a launch. If a row passes in parts, it also holds two gradients per head:
+    those of the part and their sum over parts.
+    """
+    gradients = topk if topk <= ROW_ENTRIES else ROW_ENTRIES + 2 * heads
+    return max(1, workspace // (4 * dim * gradients))
 
 
 def _backward_by_tiles(
