@@ -7,7 +7,7 @@ Prints one JSON object per kernel and configuration, with its problems, and exit
 A kernel must fit into the shared memory of its target, and its warp group products must not be serialised.
 Tiles with at least 64 rows must use warp group products (WGMMA), not products of single warps (MMA).
 Budgets for spilled bytes and for waits per product are in ``kernel_budgets.json``; both half precisions
-share one. ``--write`` raises budgets to the measured values.
+share one, and kernels with ``ORDERED`` have their own. ``--write`` raises budgets to the measured values.
 
 ``kernel_record.json`` has fingerprints of kernels that passed: their source, compile-time constants, target
 and Triton's version. ``--recorded`` skips recorded kernels; ``--quick --write`` updates the record.
@@ -85,6 +85,11 @@ def waits_per_product(kernel: Kernel) -> float:
     return kernel.waits / kernel.wgmma if kernel.wgmma else 0.0
 
 
+def budget_name(kernel: Kernel) -> str:
+    """Return the name of a kernel's budget. Forms in a fixed order need more registers than the others."""
+    return f"{kernel.name} ORDERED" if kernel.constants.get("ORDERED") else kernel.name
+
+
 def takes_warp_groups(kernel: Kernel) -> bool:
     """Whether the target has warp group products and the kernel's tiles are large enough for them."""
     rows = min((kernel.constants[name] for name in _ROWS.get(kernel.name, ())), default=0)
@@ -98,7 +103,7 @@ def checked(target: int, dtype: str, calls: Iterable[Call]) -> Iterator[tuple[st
         # A kernel for fp32 inputs that uses WGMMA multiplies quantised operands, hence the half-precision
         # budget.
         in_half = dtype in _HALF or kernel.wgmma > 0
-        budget = budgets.get(kernel.name, {}).get(f"sm_{target}") if in_half else _FP32_BUDGET
+        budget = budgets.get(budget_name(kernel), {}).get(f"sm_{target}") if in_half else _FP32_BUDGET
         yield words, kernel, problems(kernel, dtype, budget)
 
 
@@ -150,7 +155,7 @@ def _raise_budget(budgets: dict[str, Any], name: str, kernel: Kernel) -> None:
     waits = round(waits_per_product(kernel), 2)
     if kernel.spilled == 0 and waits == 0:
         return
-    entry = budgets.setdefault(kernel.name, {}).setdefault(name, {"spilled": 0, "waits": 0})
+    entry = budgets.setdefault(budget_name(kernel), {}).setdefault(name, {"spilled": 0, "waits": 0})
     entry["spilled"] = max(entry["spilled"], kernel.spilled)
     entry["waits"] = max(entry["waits"], waits)
 

@@ -116,6 +116,14 @@ def test_what_the_check_finds(changes, problem):
     assert compile_kernels.problems(replace(GOOD, **changes), "bf16", BUDGET) == [problem]
 
 
+def test_forms_in_a_fixed_order_have_a_budget_of_their_own(monkeypatch):
+    form = replace(GOOD, name="hopper_backward_rows_kernel", spilled=104, waits=0)
+    forms = [("", replace(form, constants={"ORDERED": ordered})) for ordered in (True, False)]
+    monkeypatch.setattr(compile_kernels, "compiled", lambda *_: forms)
+    found = [problems for *_, problems in compile_kernels.checked(90, "bf16", ())]
+    assert found == [[], ["it spills 104 bytes, and 48 are budgeted"]]
+
+
 def test_what_the_check_lets_pass():
     """Small tiles and other targets need no warp groups, and fp32 has no half-precision products."""
     on_warps = replace(GOOD, wgmma=0, waits=0, mma=68, shared=56704)

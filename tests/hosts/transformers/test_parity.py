@@ -199,8 +199,10 @@ def test_models_in_16_bits_run_near_those_in_32(name, dtype):
     theirs = model(ids).logits.float().detach()
     apply_dsa(model)
     ours = model(ids).logits.float().detach()
-    # The median of 320 tokens, because another expert changes one token's logits entirely.
-    assert (ours - exact).norm(dim=-1).median() < 1.3 * (theirs - exact).norm(dim=-1).median()
+    # Quantiles of 320 tokens, because another expert changes one token's logits entirely.
+    of_ours, of_theirs = ((each - exact).norm(dim=-1) for each in (ours, theirs))
+    assert of_ours.median() < 1.3 * of_theirs.median()
+    assert of_ours.quantile(0.9) < 1.5 * of_theirs.quantile(0.9)
 
 
 class Indexed(TorchFunctionMode):
