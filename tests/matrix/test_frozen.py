@@ -15,6 +15,7 @@ from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning, learn_with
 from tests.matrix import model as tiny
 from tests.matrix import steps
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -75,7 +76,7 @@ AHEAD = {"recompute_in_advance": True}
     [
         (EMBEDDING, FULL, {}, {}),
         (EMBEDDING, FULL, FUSED, {"tp": 2}),
-        pytest.param(EMBEDDING, BLOCK, FUSED, {"pp": 2}, marks=pytest.mark.full),
+        pytest.param(EMBEDDING, BLOCK, FUSED, {"pp": 2}, marks=FULL_HERE),
         (ALL_BEFORE_CORE, SELECTIVE, {}, {}),
         (EMBEDDING, OUTPUTS, {}, {}),
         (ALL_BUT_QUERIES, OUTPUTS, FUSED, {}),

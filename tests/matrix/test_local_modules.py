@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tests.support import model as job
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -18,7 +19,7 @@ RMS_NORM = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "
 
 
 @pytest.mark.parametrize(
-    "norm", [pytest.param(LAYER_NORM, marks=pytest.mark.full), RMS_NORM], ids=["LayerNorm", "RMSNorm"]
+    "norm", [pytest.param(LAYER_NORM, marks=FULL_HERE), RMS_NORM], ids=["LayerNorm", "RMSNorm"]
 )
 def test_a_dense_model_trains_with_sequence_parallelism(pool, norm):
     (alone,) = pool.run(f"{__name__}:step", 1, norm=norm)

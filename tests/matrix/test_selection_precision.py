@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -42,7 +43,7 @@ def indexers_learn(result):
     ("switches", "formulas", "overrides"),
     [
         (FP8, "ue8m0", {}),
-        pytest.param(PLAIN, "plain", {}, marks=pytest.mark.full),
+        pytest.param(PLAIN, "plain", {}, marks=FULL_HERE),
         pytest.param(FP8, "ue8m0", DENSE_LOSS, marks=pytest.mark.full),
         pytest.param(FP8, "ue8m0", RECOMPUTED, marks=pytest.mark.full),
         pytest.param(FP8, "ue8m0", CORE, marks=pytest.mark.full),

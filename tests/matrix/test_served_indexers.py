@@ -24,6 +24,7 @@ from tests.matrix.test_shared_selections import (
     same,
 )
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -47,7 +48,7 @@ def test_only_indexers_that_serve_other_layers_learn_differently(pool):
     assert layers == {"2", "6"}  # numbered from 0: layers 3 and 7 serve the layers above them
 
 
-@pytest.mark.full
+@FULL_HERE
 @pytest.mark.releases(">=0.16,<0.19", quick=True)
 def test_the_loss_in_backward_has_the_same_gradients(pool):
     expected = one_process(pool, QUARTER, SERVED)
@@ -58,12 +59,12 @@ def test_the_loss_in_backward_has_the_same_gradients(pool):
 @pytest.mark.parametrize(
     ("sharing", "recompute", "loss"),
     [
-        pytest.param(GLM, FULL, {}, marks=pytest.mark.full),
-        pytest.param(QUARTER, GROUPS, {}, marks=pytest.mark.full),
-        pytest.param(QUARTER, BLOCK, {}, marks=pytest.mark.full),
+        pytest.param(GLM, FULL, {}, marks=FULL_HERE),
+        pytest.param(QUARTER, GROUPS, {}, marks=FULL_HERE),
+        pytest.param(QUARTER, BLOCK, {}, marks=FULL_HERE),
         (QUARTER, CORE, {}),
         (QUARTER, FULL, DENSE),
-        pytest.param(HALF, CORE, DENSE, marks=pytest.mark.full),
+        pytest.param(HALF, CORE, DENSE, marks=FULL_HERE),
     ],
     ids=["full", "groups", "block", "core", "full, all keys", "core, all keys"],
 )
@@ -78,15 +79,15 @@ def test_recomputed_layers_have_the_same_bits(pool, sharing, recompute, loss):
     ("sharing", "overrides", "sizes", "switches"),
     [
         (QUARTER, {}, {"pp": 2}, {}),
-        pytest.param(GLM, {**GLM_STAGES, **FULL}, {"pp": 2}, {}, marks=pytest.mark.full),
+        pytest.param(GLM, {**GLM_STAGES, **FULL}, {"pp": 2}, {}, marks=FULL_HERE),
         (HALF, GROUPS, {"pp": 2, "vpp": 2}, {}),
         (QUARTER, {}, {"tp": 2}, {}),
-        pytest.param(QUARTER, CORE, {"tp": 2}, {}, marks=pytest.mark.full),
-        pytest.param(QUARTER, DENSE, {"tp": 2}, {}, marks=pytest.mark.full),
+        pytest.param(QUARTER, CORE, {"tp": 2}, {}, marks=FULL_HERE),
+        pytest.param(QUARTER, DENSE, {"tp": 2}, {}, marks=FULL_HERE),
         (QUARTER, {}, {"cp": 2}, {}),
-        pytest.param(QUARTER, CORE, {"cp": 2}, {}, marks=pytest.mark.full),
-        pytest.param(QUARTER, DENSE, {"cp": 2}, {}, marks=pytest.mark.full),
-        pytest.param(HALF, FULL, {"pp": 2, "vpp": 2}, {"recompute_in_advance": True}, marks=pytest.mark.full),
+        pytest.param(QUARTER, CORE, {"cp": 2}, {}, marks=FULL_HERE),
+        pytest.param(QUARTER, DENSE, {"cp": 2}, {}, marks=FULL_HERE),
+        pytest.param(HALF, FULL, {"pp": 2, "vpp": 2}, {"recompute_in_advance": True}, marks=FULL_HERE),
     ],
     ids=[
         "PP2",

@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa.patches import versions
 from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -63,8 +64,8 @@ def indexers(result):
 @pytest.mark.parametrize(
     ("overrides", "layers"),
     [
-        pytest.param(HALF, [1, 3, 5, 7], marks=pytest.mark.full),
-        pytest.param(QUARTER, [1, 5], marks=pytest.mark.full),
+        pytest.param(HALF, [1, 3, 5, 7], marks=FULL_HERE),
+        pytest.param(QUARTER, [1, 5], marks=FULL_HERE),
         (GLM, [1, 2, 3, 7]),
         ({"dsa_indexer_topk_pattern": "FSSCSCCS"}, [1, 4, 6, 7]),
     ],
@@ -89,6 +90,7 @@ QUICK = {
     ("PP2", "full", "Megatron's functions"),
     ("PP2 x VPP2", "block", "fused"),
 }
+QUICK_ELSEWHERE = {("PP2 x VPP2", "groups", "fused"), ("GLM-5.2 on PP2", "core", "fused")}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,11 @@ QUICK = {
             RECOMPUTED[recompute],
             KERNELS[kernels],
             id=f"{stages}, {recompute}, {kernels}",
-            marks=() if (stages, recompute, kernels) in QUICK else pytest.mark.full,
+            marks=()
+            if (stages, recompute, kernels) in QUICK
+            else FULL_HERE
+            if (stages, recompute, kernels) in QUICK_ELSEWHERE
+            else pytest.mark.full,
         )
         for stages, recompute, kernels in itertools.product(IN_STAGES, RECOMPUTED, KERNELS)
     ],

@@ -13,6 +13,7 @@ from tests.matrix import model as tiny
 from tests.matrix import steps
 from tests.support import model as job
 from tests.support.model import assert_same_gradients, put_together
+from tests.support.releases import FULL_HERE
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
@@ -70,7 +71,7 @@ def norm_of(chunks: list[Any]) -> float:
 
 @pytest.mark.parametrize(
     "grouped",
-    [pytest.param({}, marks=pytest.mark.full), {"moe_grouped_gemm": True}],
+    [pytest.param({}, marks=FULL_HERE), {"moe_grouped_gemm": True}],
     ids=["one by one", "grouped"],
 )
 def test_copies_of_experts_learn_the_same(pool, grouped):

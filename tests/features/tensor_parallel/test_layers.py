@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+from tests.support.releases import FULL_HERE
+
 CASES = "tests.features.tensor_parallel.parallel_layers"
 LAYERS = ("column", "row")
 COUNTS = (2, 4, 8)
@@ -67,9 +69,7 @@ def expected_calls(case, rows):
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize(
-    "tp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=FULL_HERE)])
 def test_layers_are_stock_but_for_rounding(pool, tp):
     results = compare(pool, PLAIN, tp=tp)
     for result in results:
@@ -113,7 +113,7 @@ def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
         assert result["chosen"] == {f"{case['layer']} {direction}": 4 for direction in directions}, case
 
 
-@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.full)], ids=["SP", "no SP"])
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=FULL_HERE)], ids=["SP", "no SP"])
 def test_unusual_inputs(pool, parallel):
     for result in compare(pool, unusual(parallel), counts=(4,)):
         case = result["case"]
@@ -137,11 +137,11 @@ def test_gathered_input_can_be_kept(pool):
     "case",
     [
         "experts, column",
-        pytest.param("experts, row", marks=pytest.mark.full),
-        pytest.param("another matmul", marks=pytest.mark.full),
+        pytest.param("experts, row", marks=FULL_HERE),
+        pytest.param("another matmul", marks=FULL_HERE),
         "sharded weight",
         "autocast",
-        pytest.param("deferred weight gradient", marks=pytest.mark.full),
+        pytest.param("deferred weight gradient", marks=FULL_HERE),
     ],
 )
 def test_what_is_left_to_megatron(pool, case):

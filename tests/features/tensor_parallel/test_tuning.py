@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import contexts
+from tests.support.releases import FULL_HERE
 from tests.support.stand_in import measures
 
 CASE = "tests.features.tensor_parallel.test_tuning"
@@ -53,7 +54,7 @@ def choose(problems, seconds):
     ("seconds", "best"),
     [
         ([{1: 1.0, 2: 0.8, 4: 0.7, 8: 0.75}] * 2, 4),
-        pytest.param([{1: 1.0, 2: 0.99, 4: 0.98, 8: 0.98}] * 2, 1, marks=pytest.mark.full),  # not worth it
+        ([{1: 1.0, 2: 0.99, 4: 0.98, 8: 0.98}] * 2, 1),  # not worth it
         ([{1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}] * 2, 1),
         # By itself, the first rank would take 8 and the second one 2; the slower of both decides.
         ([{1: 1.0, 2: 0.6, 4: 0.5, 8: 0.4}, {1: 1.0, 2: 0.5, 4: 0.7, 8: 0.9}], 2),
@@ -145,7 +146,7 @@ def before_and_after_ddp():
     return kinds
 
 
-@pytest.mark.full
+@FULL_HERE
 def test_backward_is_not_tuned_before_there_is_a_main_grad(pool):
     column, row = ["column backward", "column forward"], ["row backward", "row forward"]
     for found in pool.run(f"{CASE}:before_and_after_ddp", 2):
@@ -187,7 +188,7 @@ def said_by_stages(pipeline, data):
 
 @pytest.mark.parametrize(
     ("pipeline", "data", "speaking"),
-    [pytest.param(2, 1, [1, 0, 1, 0], marks=pytest.mark.full), (1, 2, [1, 0, 0, 0])],
+    [pytest.param(2, 1, [1, 0, 1, 0], marks=FULL_HERE), (1, 2, [1, 0, 0, 0])],
 )
 def test_each_pipeline_stage_says_its_choices_once(pool, pipeline, data, speaking):
     assert pool.run(f"{CASE}:said_by_stages", 4, pipeline=pipeline, data=data) == speaking
