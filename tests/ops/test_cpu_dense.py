@@ -46,8 +46,7 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(cpu_chunks, "_WIDTH_STEP", step)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float64, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("heads", "dim", "value_dim", "topk"), operator.SHAPES)
+@pytest.mark.parametrize(("dtype", "heads", "dim", "value_dim", "topk"), operator.TYPES_AND_SHAPES)
 def test_each_form_equals_the_oracle(form, dtype, heads, dim, value_dim, topk):
     operator.test_forward_and_backward("cpu", dtype, heads, dim, value_dim, topk)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,15 @@ SHAPES = [
     pytest.param(3, 24, 24, 65, id="no-rope"),
     pytest.param(128, 576, 512, 20, id="128-heads"),
 ]
+TYPES_AND_SHAPES = [
+    pytest.param(
+        dtype,
+        *shape.values,
+        id=f"{str(dtype).removeprefix('torch.')}-{shape.id}",
+        marks=pytest.mark.full if dtype == torch.float64 and shape.id == "128-heads" else (),
+    )
+    for dtype, shape in itertools.product((*DTYPES, torch.float64), SHAPES)
+]
 
 
 def attention_inputs(batch, rows, keys, heads, dim, dtype, seed=0):
@@ -33,8 +44,7 @@ def expected_of(query, key_value, indices, scale, value_dim):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [*DTYPES, pytest.param(torch.float64, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("heads", "dim", "value_dim", "topk"), SHAPES)
+@pytest.mark.parametrize(("dtype", "heads", "dim", "value_dim", "topk"), TYPES_AND_SHAPES)
 def test_forward_and_backward(backend, dtype, heads, dim, value_dim, topk):
     query, key_value = attention_inputs(2, 19, 83, heads, dim, dtype)
     indices = random_indices(2, 19, 83, topk, empty_rows=(0, 7))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,7 +17,12 @@ from tests.ops.random_inputs import indexer_inputs, packed_ranges, random_indice
 from tests.ops.test_indexer_kl_loss import SCALE, check, expected_loss, main_inputs
 from tests.ops.triton_backend import DEVICE, indexer, kl_loss
 
-DTYPES = (pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16)
+
+def in_both_types(cases):
+    """Return the cases in fp32, and in bf16 the first of them; quick runs leave the others out."""
+    first, *others = [(torch.bfloat16, *case) for case in cases]
+    in_fp32 = [(torch.float32, *case) for case in cases]
+    return [*in_fp32, first, *(pytest.param(*case, marks=pytest.mark.full) for case in others)]
 
 
 def on_device(tensors):
@@ -28,10 +35,9 @@ def small_slabs(monkeypatch):
     monkeypatch.setattr(indexer, "SLAB_ROWS", 5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("given", "reduction"),
-    [("nothing", "mean"), ("nothing", "sum"), ("lse", "mean"), ("scores-and-sum", "sum")],
+    ("dtype", "given", "reduction"),
+    in_both_types([("nothing", "mean"), ("nothing", "sum"), ("lse", "mean"), ("scores-and-sum", "sum")]),
 )
 def test_sparse_form(given, reduction, dtype):
     starts, ends = packed_ranges(3, 5)
@@ -59,9 +65,9 @@ def test_sparse_form(given, reduction, dtype):
     check(loss, leaves, *expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("use_relu", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "per_head", "use_relu"), in_both_types(list(itertools.product([False, True], [True, False])))
+)
 @pytest.mark.usefixtures("small_slabs")
 def test_dense_form(dtype, per_head, use_relu):
     starts, ends = packed_ranges(5, 1, 6)
