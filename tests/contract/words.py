@@ -40,6 +40,8 @@ _STRING_OR_COMMENT = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*""",
     re.S,
 )
+NO_PROSE = re.compile(r"# ?(noqa|type:|fmt:|!)")
+"""Beginning of a comment for tools."""
 _ENTRY = re.compile(r"^( *)(\*{0,2}[A-Za-z_][\w, *]*): (.*)$")
 
 
@@ -130,7 +132,7 @@ def count_code(files: Iterable[Path]) -> Counts:
         source = file.read_text(encoding="utf-8")
         lines = source.splitlines()
         counts.lines += len(lines)
-        for line, text in _comments(source):
+        for line, text in comments(source):
             counts.comments += lines[line - 1].lstrip().startswith("#")
             _count_words(counts, file, line, text)
         nodes = nodes_of(file)
@@ -183,12 +185,13 @@ def _count_entries(counts: Counts, file: Path, node: ast.Constant) -> None:
                     counts.places.append(Place("headless", file, node.lineno + offset, text))
 
 
-def _comments(source: str) -> Iterator[tuple[int, str]]:
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment for readers."""
     line = begin = 0
     for found in _STRING_OR_COMMENT.finditer(source):
         line += source.count("\n", begin, found.start())
         begin = found.start()
-        if found[0].startswith("#") and not re.match(r"# ?(noqa|type:|fmt:|!)", found[0]):
+        if found[0].startswith("#") and not NO_PROSE.match(found[0]):
             yield line + 1, found[0]
 
 

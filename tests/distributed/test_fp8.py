@@ -85,18 +85,20 @@ def full(name: str, *case: Any) -> Any:
             ("reuse-fp32-param", "virtual-optimizer", "recompute-norm", "recompute-activation-function"),
             id="one storage of weights, mapped moments, outputs recomputed",
         ),
-        full("optimizer swapped", ZERO, f"{DENSE_MLP} {BF16}", {**FUSED, **SWAP}, ("swap-optimizer",)),
-        full("FSDP2", FULLY_SHARDED, f"{DENSE_MLP} {BF16}", FSDP2, (events.GATHERED,)),
-        full(
-            "DualPipeV, weight gradients later",
+        pytest.param(
+            ZERO, f"{DENSE_MLP} {BF16}", {**FUSED, **SWAP}, ("swap-optimizer",), id="optimizer swapped"
+        ),
+        pytest.param(FULLY_SHARDED, f"{DENSE_MLP} {BF16}", FSDP2, (events.GATHERED,), id="FSDP2"),
+        pytest.param(
             IN_V,
             DENSE_MLP,
             {**V, "dualpipev_dw_detach": True},
             (events.HANDED_ON, events.WAITED),
+            id="DualPipeV, weight gradients later",
         ),
-        full("split backward", IN_PIPELINE, DENSE_MLP, LATER, (events.WAITED,)),
-        full("halves", EP2, SHALLOW, HALVES, (events.STARTED,)),
-        full("pairs", f"{EP2} {FOUR_MICROBATCHES}", SHALLOW, PAIRS, (events.STARTED,)),
+        pytest.param(IN_PIPELINE, DENSE_MLP, LATER, (events.WAITED,), id="split backward"),
+        pytest.param(EP2, SHALLOW, HALVES, (events.STARTED,), id="halves"),
+        pytest.param(f"{EP2} {FOUR_MICROBATCHES}", SHALLOW, PAIRS, (events.STARTED,), id="pairs"),
     ],
 )
 def test_arguments_for_fp8_change_nothing(

@@ -227,23 +227,18 @@ def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) ->
     ("first", "second", "optimizer", "model"),
     [
         ("CP2, divided", "one process", PLAIN, ""),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in (
-                ("one process", "CP2, divided", PLAIN, f"{BF16} {TIED}"),
-                ("CP2, divided", "one process", ZERO, f"{BF16} {TIED}"),
-                ("CP2", "CP2 x EP2, divided", PLAIN, ""),
-                ("CP2 x EP2, divided", "CP2", ZERO, f"{BF16} {TIED}"),
-                ("EP2", "CP2, divided", ZERO, ""),
-                ("CP2, divided", "EP2", PLAIN, f"{BF16} {TIED}"),
-                ("TP2+SP", "CP2 x TP2, divided", ZERO, f"{BF16} {TIED}"),
-                ("CP2 x TP2, divided", "TP2+SP", PLAIN, ""),
-                ("PP2", "CP2 x PP2, divided", PLAIN, f"{BF16} {TIED}"),
-                ("CP2 x PP2, divided", "PP2", ZERO, ""),
-                ("CP2, divided", "CP2 x EP2, divided", ZERO, ""),
-                ("CP2 x EP2, divided", "CP2, divided", PLAIN, f"{BF16} {TIED}"),
-            )
-        ),
+        ("one process", "CP2, divided", PLAIN, f"{BF16} {TIED}"),
+        ("CP2, divided", "one process", ZERO, f"{BF16} {TIED}"),
+        ("CP2", "CP2 x EP2, divided", PLAIN, ""),
+        ("CP2 x EP2, divided", "CP2", ZERO, f"{BF16} {TIED}"),
+        ("EP2", "CP2, divided", ZERO, ""),
+        ("CP2, divided", "EP2", PLAIN, f"{BF16} {TIED}"),
+        ("TP2+SP", "CP2 x TP2, divided", ZERO, f"{BF16} {TIED}"),
+        ("CP2 x TP2, divided", "TP2+SP", PLAIN, ""),
+        ("PP2", "CP2 x PP2, divided", PLAIN, f"{BF16} {TIED}"),
+        ("CP2 x PP2, divided", "PP2", ZERO, ""),
+        ("CP2, divided", "CP2 x EP2, divided", ZERO, ""),
+        ("CP2 x EP2, divided", "CP2, divided", PLAIN, f"{BF16} {TIED}"),
     ],
 )
 def test_a_divided_vocabulary_goes_along(go: Go, first: str, second: str, optimizer: str, model: str) -> None:
@@ -271,31 +266,22 @@ def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: A
     "layout",
     [
         with_fsdp2("DP2, fp32", 2, "", "--num-layers 2"),
-        pytest.param(
-            with_fsdp2("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16, **WITH_SWAP),
-            marks=pytest.mark.full,
+        with_fsdp2("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16, **WITH_SWAP),
+        with_fsdp2("TP2+SP x DP2", 4, TP2, BF16),
+        with_fsdp2(
+            "DualPipeV x EP2, pairs, weight gradients later",
+            4,
+            f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES}",
+            BF16,
+            **{**V, "moe_fb_overlap": True, "dualpipev_dw_detach": True},
         ),
-        pytest.param(with_fsdp2("TP2+SP x DP2", 4, TP2, BF16), marks=pytest.mark.full),
-        pytest.param(
-            with_fsdp2(
-                "DualPipeV x EP2, pairs, weight gradients later",
-                4,
-                f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES}",
-                BF16,
-                **{**V, "moe_fb_overlap": True, "dualpipev_dw_detach": True},
-            ),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(with_fsdp2("EP2 x EDP2, MTP", 4, EP2, f"{BF16} {MTP}"), marks=pytest.mark.full),
-        pytest.param(
-            with_fsdp2(
-                "EP2 x EDP2, grouped experts sharded",
-                4,
-                f"{EP2} {STACKED}",
-                BF16,
-                **{**EXPERTS_CUT, **GROUP, **WITH_SWAP},
-            ),
-            marks=pytest.mark.full,
+        with_fsdp2("EP2 x EDP2, MTP", 4, EP2, f"{BF16} {MTP}"),
+        with_fsdp2(
+            "EP2 x EDP2, grouped experts sharded",
+            4,
+            f"{EP2} {STACKED}",
+            BF16,
+            **{**EXPERTS_CUT, **GROUP, **WITH_SWAP},
         ),
     ],
     ids=lambda layout: layout.name,

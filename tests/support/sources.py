@@ -16,9 +16,14 @@ from mindspeed_dsa.patches import drift, source_tree
 from mindspeed_dsa.session import checks
 
 
-@functools.cache
 def tree_of(file: Path) -> ast.Module:
     """Return the parsed source of a file, for all tests that read it; nobody may change the tree."""
+    state = file.stat()
+    return _tree_of(file, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache
+def _tree_of(file: Path, mtime_ns: int, size: int) -> ast.Module:
     gc.disable()  # a tree is no garbage, and looking for some takes twice as long as parsing
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
@@ -26,10 +31,14 @@ def tree_of(file: Path) -> ast.Module:
         gc.enable()
 
 
-@functools.cache
 def nodes_of(file: Path) -> list[ast.AST]:
     """Return all nodes of a file's tree, in the order of ``ast.walk``."""
-    return list(ast.walk(tree_of(file)))
+    return _nodes_of(tree_of(file))
+
+
+@functools.cache
+def _nodes_of(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 def parse_once() -> None:

@@ -48,7 +48,7 @@ def test_fp16(pool, ranks, options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("times", [1, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [1, 1000])
 def test_any_number_of_parts_makes_the_same_training(pool, times):
     switches = {**ON, "swap_optimizer_times": times}
     assert_same_training(pool, 1, switches, steps=3, clip=0.0, **DISTRIBUTED)
@@ -60,8 +60,8 @@ def test_any_number_of_parts_makes_the_same_training(pool, times):
     [
         pytest.param(1, PLAIN, id="plain"),
         pytest.param(2, BUCKETS, id="distributed"),
-        pytest.param(2, OVERLAP, id="overlap", marks=pytest.mark.full),
-        pytest.param(2, {**BUCKETS, "ep": 2}, id="experts", marks=pytest.mark.full),
+        pytest.param(2, OVERLAP, id="overlap"),
+        pytest.param(2, {**BUCKETS, "ep": 2}, id="experts"),
     ],
 )
 def test_loading_and_gathering_begin_early_on_devices_that_copy_beside_other_work(pool, ranks, options):

@@ -101,9 +101,7 @@ def test_losses_and_gradients(pool, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "halves", [ATTENTION, pytest.param(ALWAYS, marks=pytest.mark.full)], ids=["", "of tokens"]
-)
+@pytest.mark.parametrize("halves", [ATTENTION, ALWAYS], ids=["", "of tokens"])
 def test_moved_experts(pool, halves):
     """Each half has a plan, and each plan's experts are moved."""
     arguments = {"ep": 2, "etp": 1, "overrides": {"num_layers": 3}}

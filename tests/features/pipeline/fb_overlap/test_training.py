@@ -114,8 +114,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recomputed", [{}, pytest.param(FULL, marks=pytest.mark.full)], ids=["", "again"])
-@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("recomputed", [{}, FULL], ids=["", "again"])
+@pytest.mark.parametrize("distributed", [False, True])
 def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):
     """Every parameter is ready as often as in stock; an evaluation afterwards runs no pairs."""
     for rank in pool.run(f"{CASES}:three_steps", 2, distributed=distributed, **recomputed):
