@@ -7,12 +7,14 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mindspeed_dsa import session
 from mindspeed_dsa.tools.migrate import megatron_flags
 from tests.combinations.draw import MODEL
 from tests.combinations.megatron_lm import Jobs
@@ -30,6 +32,8 @@ from tests.combinations.options import (
     rows,
 )
 from tests.combinations.play import deviation
+from tests.support import example_job
+from tests.support.example_job import RankOutcome
 from tests.support.pool import WorkerPool
 
 MENDED = [
@@ -153,18 +157,29 @@ ROUTER = (
 ).split()
 
 
+def trained(argv: Sequence[str], switches: Mapping[str, Any]) -> tuple[RankOutcome, set[str]]:
+    """Train with a command line; return the outcome and the names of active features."""
+    session.enable_from_argv(argv)
+    outcome = example_job.train(argv, switches=switches)
+    running = session.current()
+    assert running is not None
+    return outcome, {feature.name for feature in running.features}
+
+
 def test_options_train_beside_features_as_without(pool: WorkerPool, tmp_path: Path):
     """The quick one of the jobs below, with the example's own loop."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
     data = ["--data", str(tmp_path / "text"), "--data-cache-path", str(tmp_path / "cache")]
     argv = [*MODEL, *ROUTER, *data, "--train-iters", "2", "--no-save"]
-    features = ("use_fused_dsa", "recompute_norm", "swap_optimizer", "moe_grouped_gemm")
-    train = "tests.support.example_job:train"
-    (without,) = pool.run(train, 1, argv=argv)
-    (featured,) = pool.run(
-        train, 1, argv=[*argv, "--moe-grouped-gemm"], switches=dict.fromkeys(features, True)
+    features = ("recompute-norm", "swap-optimizer", "moe-grouped-gemm")
+    train = f"{__name__}:trained"
+    ((without, plain),) = pool.run(train, 1, argv=argv, switches={})
+    ((featured, active),) = pool.run(
+        train, 1, argv=[*argv, *(f"--{each}" for each in features)], switches={"use_fused_dsa": True}
     )
+    assert active >= {*features, "fused-dsa"}
+    assert not plain & {*features, "fused-dsa"}
     assert len(without.records) == 2
     assert deviation(without.records, featured.records, "fp32") <= 1
 

@@ -10,14 +10,14 @@ CASES = "tests.context_parallel.gather_cases"
 @pytest.mark.parametrize(
     ("ranks", "given", "runs"),
     [
-        pytest.param(2, {}, 2, marks=pytest.mark.full),
+        (2, {}, 2),
         pytest.param(3, {"freed": True}, 2, marks=pytest.mark.full),
         (4, {"tensor_ranks": 2}, 1),  # each has a part of one chunk
         pytest.param(
             4, {"block_rows": 2, "freed": True}, 0, marks=pytest.mark.full
         ),  # reordered after they arrive
         pytest.param(3, {"tensor_ranks": 3}, 1, marks=pytest.mark.full),
-        pytest.param(2, {"dtype": "bfloat16"}, 2, marks=pytest.mark.full),
+        (2, {"dtype": "bfloat16"}, 2),
     ],
 )
 def test_rows_arrive_in_order_and_gradients_add_up(pool, ranks, given, runs):

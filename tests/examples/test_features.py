@@ -193,11 +193,7 @@ def test_the_api_cannot_say_what_the_job_does_not_do() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        pytest.param(
-            "moe_act",
-            "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm",
-            marks=pytest.mark.full,
-        ),
+        ("moe_act", "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm"),
         ("moe_axt", "Megatron refuses this model: Invalid choices for recompute_modules: {'moe_axt'}"),
     ],
 )

@@ -69,7 +69,6 @@ FOUND = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(fault, marks=[] if fault == "other weights" else pytest.mark.full) for fault in FOUND],

@@ -155,12 +155,12 @@ def calls(pool, mode, switches=FUSED, **overrides):
     [
         ("train", FUSED, {}, (2, 2, 2, 0)),
         ("train", IN_BACKWARD, {}, (2, 2, 0, 0)),
-        pytest.param("train", FUSED, DENSE_LOSS, (2, 2, 0, 2), marks=pytest.mark.full),
+        ("train", FUSED, DENSE_LOSS, (2, 2, 0, 2)),
         ("train", FUSED, SHORT, (0, 0, 0, 2)),
-        pytest.param("train", FUSED, {"dsa_indexer_loss_coeff": None}, (2, 2, 0, 0), marks=pytest.mark.full),
-        pytest.param("eval", FUSED, {}, (2, 2, 0, 0), marks=pytest.mark.full),
+        ("train", FUSED, {"dsa_indexer_loss_coeff": None}, (2, 2, 0, 0)),
+        ("eval", FUSED, {}, (2, 2, 0, 0)),
         ("no_grad", FUSED, {}, (2, 2, 0, 0)),
-        pytest.param("no_grad", FUSED, SHORT, (0, 0, 0, 0), marks=pytest.mark.full),
+        ("no_grad", FUSED, SHORT, (0, 0, 0, 0)),
     ],
     ids=str,
 )

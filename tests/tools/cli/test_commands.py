@@ -99,12 +99,12 @@ def test_explain_does_without_pages(capsys, monkeypatch, tmp_path):
     assert "docs/" not in capsys.readouterr().out
 
 
-def test_doctor_lists_every_feature_when_all_are_off(capsys):
+def test_doctor_lists_every_feature_when_all_are_off():
     from mindspeed_dsa.features import all_features
 
-    code = main(["doctor", "--json"])
-    findings = json.loads(capsys.readouterr().out)
-    assert code == 0, findings["problems"]
+    done = command("doctor", "--json")
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, findings["problems"]
     assert set(findings) == {
         *"versions megatron beside platform layers features operators changes sites".split(),
         *"environment problems notes".split(),
@@ -232,8 +232,8 @@ JOB = "from megatron.training.initialize import initialize; args = initialize()"
 @pytest.mark.parametrize(
     ("lines", "run"),
     [
-        pytest.param([LINE, JOB], subprocess.run, marks=pytest.mark.full),
-        ([LINE, JOB], warm.run),
+        ([LINE, JOB], subprocess.run),
+        pytest.param([LINE, JOB], warm.run, marks=pytest.mark.full),
         (["import megatron.training.initialize", LINE, JOB], warm.run),
         ([LINE, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)", LINE, JOB], warm.run),
     ],
@@ -270,10 +270,11 @@ def test_a_refused_switch_stops_the_script_with_one_clear_message(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_doctor_says_which_flags_nobody_knows(capsys):
+def test_doctor_says_which_flags_nobody_knows():
     argv = ["--foo-bar-baz", "--num-layers", "4", "--num-layrs=4", "--no-use-dsa-absorb", "--", "--my-own"]
-    assert main(["doctor", "--json", *argv]) == 1
-    problems = json.loads(capsys.readouterr().out)["problems"]
+    done = command("doctor", "--json", *argv)
+    assert done.returncode == 1
+    problems = json.loads(done.stdout)["problems"]
     assert [problem.partition(" is ")[0] for problem in problems] == ["--foo-bar-baz", "--num-layrs"]
     assert "did you mean --num-layers?" in problems[1]
 

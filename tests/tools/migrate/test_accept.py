@@ -119,4 +119,5 @@ def test_fusions_whose_modules_are_missing_are_switched_off():
 def test_only_a_job_that_asks_for_it_loads_the_translator(flags, loaded):
     code = f"import mindspeed_dsa.megatron_adaptor, sys; print({accept.__name__!r} in sys.modules)"
     done = warm.run([sys.executable, "-c", code, *flags])
-    assert done.stdout.split() == [str(loaded)], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(loaded)]

@@ -107,7 +107,6 @@ def test_a_model_stays_until_the_one_that_replaces_it_is_whole(
     assert is_model(tmp_path, second)
 
 
-@pytest.mark.full
 def test_a_model_is_back_where_the_one_that_replaces_it_gets_no_name(
     made: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 
 QUICK = (
-    pytest.param("grouped", 2, {"algorithm": RING, **OVERLAPPED}, marks=pytest.mark.full),
+    ("grouped", 2, {"algorithm": RING, **OVERLAPPED}),
     ("latent", 4, {"algorithm": HYBRID, "degree": 2}),
 )
 FULL = (

@@ -79,10 +79,7 @@ def test_mtp_layers_are_trained_and_frozen_alike(pool):
 @pytest.mark.parametrize(
     "recompute",
     [
-        pytest.param(
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-            marks=pytest.mark.full,
-        ),
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         pytest.param(
             {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
