@@ -93,6 +93,7 @@ ELSEWHERE = {
     "whole-checkpoints": "test_pretrain_gpt.py",
     "load-hf": "test_pretrain_gpt.py",
     "save-hf": "test_pretrain_gpt.py",
+    "dsa-selection-search": "evaluates layers in place of training steps, so it has no losses of steps",
     "sft-prompts": "changes what a tokenizer returns, which no device sees",
     "accept-mindspeed-flags": "changes the command line",
     "flash-attention": "calls the operator of dense-context-parallel, for layers without latent attention",
