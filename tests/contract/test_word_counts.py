@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -53,19 +52,6 @@ def test_pages():
     if counts.long > LONG:
         problems.append(f"{counts.long:.1f} % of the sentences have more than {words.LONG_SENTENCE} words")
     assert not problems, listed(problems, counts)
-
-
-@pytest.mark.full
-def test_comments_are_those_of_pythons_tokenizer():
-    for file in python_files(words.PACKAGE):
-        with tokenize.open(file) as lines:
-            comments = [
-                (token.start[0], token.string)
-                for token in tokenize.generate_tokens(lines.readline)
-                if token.type == tokenize.COMMENT
-            ]
-        counted = [each for each in comments if not words.NO_PROSE.match(each[1])]
-        assert list(words.comments(file.read_text(encoding="utf-8"))) == counted, file
 
 
 CODE_WITH_FAULTS = '''

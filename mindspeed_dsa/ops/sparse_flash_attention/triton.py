@@ -296,8 +296,8 @@ def _backward_by_rows(
 def rows_per_launch(topk: int, heads: int, dim: int, workspace: int) -> int:
     """Return of how many rows a workspace of some bytes holds the gradients, at least 1.
 
-    It holds a gradient per entry of a launch. If a row passes in parts, it also holds two gradients per head:
-    those of the part and their sum over parts.
+    The workspace holds a gradient per entry of a launch. If a row passes in parts, each head has two more
+    gradients in it: that of the part and the sum over parts.
     """
     gradients = topk if topk <= ROW_ENTRIES else ROW_ENTRIES + 2 * heads
     return max(1, workspace // (4 * dim * gradients))

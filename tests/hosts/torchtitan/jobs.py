@@ -105,7 +105,7 @@ def start(
     """
     command = [sys.executable, "-m", module, *arguments]
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
-    settings = {"OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path}
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment, "PYTHONPATH": path}
     settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     running: dict[int, warm.Process] = {}

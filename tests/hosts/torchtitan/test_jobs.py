@@ -43,3 +43,10 @@ def test_a_failed_or_late_job_leaves_neither_ranks_nor_descriptors(tmp_path, mon
         assert (done.returncode, done.stderr) == (1, "rank 1 fails\n")
     assert len(os.listdir("/proc/self/fd")) == before
     assert not any(is_alive(int(file.read_text())) for file in map(tmp_path.joinpath, "01") if file.exists())
+
+
+def test_no_rank_asks_the_hub(tmp_path):
+    # The variable is read when the package is imported: in the server, if the environment has TorchTitan.
+    (tmp_path / "program.py").write_text("from huggingface_hub.constants import *; print(HF_HUB_OFFLINE)")
+    done = jobs.start(tmp_path, 1, [], module="program")
+    assert (done.returncode, done.stdout) == (0, "True\n")
