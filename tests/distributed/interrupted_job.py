@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -124,6 +125,8 @@ def _close_connections() -> None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     for name in os.listdir("/proc/self/fd"):
+        if not Path("/proc/self/fd", name).is_socket():
+            continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.family != socket.AF_UNIX and connection.getpeername()[1] != store.port:
                 connection.shutdown(socket.SHUT_RDWR)
