@@ -63,25 +63,26 @@ def search(
         SettingsError: no layout fits; names the layout that needs least memory.
     """
     fitting: list[Found] = []
-    closest: tuple[float, Job] | None = None
+    lacking: list[tuple[tuple[float, float], Layout]] = []
     for candidate in candidates(job, device, micro):
         fitted = _fitted(candidate, device, allocator)
-        if isinstance(fitted, float):
-            if closest is None or fitted < closest[0]:
-                closest = (fitted, candidate)
-            continue
-        fitting.append(fitted)
+        if isinstance(fitted, Found):
+            fitting.append(fitted)
+        else:
+            lacking.append((fitted, candidate.layout))
     if not fitting:
         said = ""
-        if closest is not None:
-            said = f"; the closest, {closest[1].layout}, needs {closest[0] / GIB:.1f} GiB"
+        if lacking:
+            (needed, node), layout = min(lacking, key=lambda each: each[0])
+            said = f"; the closest, {layout}, needs {needed / GIB:,.2f} GiB"
+            if node:
+                said += f" and {node / GIB:,.2f} of a node's host, with {device.host_memory:,g} assumed"
         raise SettingsError(
             f"mindspeed_dsa plan: no layout of {job.layout.devices} {device.name} fits {device.memory:g} GiB"
             f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
             f"{f'; {pipelines}' if (pipelines := limits(job)) else ''}"
         )
-    if any(layout_found.plan.fits for layout_found in fitting):
-        fitting = [layout_found for layout_found in fitting if layout_found.plan.fits]
+    fitting = [layout_found for layout_found in fitting if layout_found.plan.fits] or fitting
     fitting.sort(key=lambda layout_found: layout_found.plan.time.total)
     # Quick plans rank the candidates; only the best ones are simulated event by event.
     refined = [
@@ -153,16 +154,19 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
     return None
 
 
-def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
+def _fitted(job: Job, device: Device, allocator: float) -> Found | tuple[float, float]:
     """Return the plan with the cheapest memory-saving features with which it fits.
 
-    If it does not fit with all of them, return the bytes that it then needs.
+    If it does not fit with all of them, return the bytes of a device that it then needs, and of a node's host
+    if those are too many, else 0.
     """
     tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
     # If even all measures together are not enough, none of them needs a try.
-    least = _worst(memory.of_job(_with(job, *tried[-1]), allocator))
+    ranks = memory.of_job(_with(job, *tried[-1]), allocator)
+    least, node = _worst(ranks), plan.on_node(ranks, job, device)
+    shortage = least.total, node if node > device.host_memory * GIB else 0.0
     if plan.verdict(least, device) == TOO_LARGE:
-        return least.total
+        return shortage
     tight = None
     for host, measure in tried:
         other = _with(job, host, measure)
@@ -178,7 +182,7 @@ def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
         if verdict == FITS:
             return fitted
         tight = fitted
-    return tight or least.total
+    return tight or shortage
 
 
 def _worst(ranks: Sequence[RankMemory]) -> RankMemory:

@@ -255,8 +255,11 @@ def test_a_search_finds_the_fastest_that_fits():
     roomy = search.search(job, device("cpu"), best=1)
     assert roomy[0].plan.time.total <= times[0]
     assert "limited by" in search.text(results, EXAMPLE.split())
-    with pytest.raises(SettingsError, match="the closest"):
-        search.search(job, device("cpu", memory=0.001))
+    too_large = r"the closest, .*, needs [\d.]+ GiB"
+    with pytest.raises(SettingsError, match=rf"{too_large}\. Use more"):
+        search.search(job, device("cpu", memory=0.02, host_memory=64.0))
+    with pytest.raises(SettingsError, match=rf"{too_large} and .* of a node's host, with 0\.001 assumed\."):
+        search.search(job, device("cpu", memory=0.02, host_memory=0.001))
 
 
 @pytest.mark.parametrize(
