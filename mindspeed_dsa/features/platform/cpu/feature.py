@@ -3,8 +3,6 @@
 ``torch.cuda.is_available()`` stays false, so that torch itself, torch.compile, DataLoader and checkpointing
 behave as on any CPU build. Megatron accepts this because its own argument ``allow_no_cuda`` is set. Only
 names used by Megatron-core or Megatron-LM's training loop are redirected.
-
-Pipeline messages over gloo are a separate feature, so that ``doctor`` lists them separately.
 """
 
 from __future__ import annotations
