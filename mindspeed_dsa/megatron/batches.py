@@ -48,7 +48,7 @@ class Batches:
         """Return a flag, with its value, that gives each batch at least ``microbatches`` microbatches."""
         needed = microbatches * self.micro * self.replicas
         if not self.entries:
-            return f"{self.flag} {needed}"
+            return f"{self.flag} {needed}{' INCREMENT SAMPLES' if self.flag == RAMP else ''}"
         # Raise the sizes and keep the thresholds: two sizes may be equal, two thresholds may not.
         words = " ".join(f"{threshold}:{max(size, needed)}" for threshold, size in self.entries)
         return f"{self.flag} '{words}'"
@@ -116,7 +116,7 @@ def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
             raise ValueError(f"{pair!r} does not read THRESHOLD:SIZE")
         entries.append((threshold, _number(size)))
     if not entries or any(size < 1 for _, size in entries):
-        raise ValueError(f"{schedule!r} has no batch size above 0")
+        raise ValueError(f"{schedule!r} has no batch size, or one below 1")
     return tuple(entries)
 
 

@@ -100,5 +100,7 @@ def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[
     for name, why in refused.items():
         value = argument(args, name)
         if value and value != "none":
-            other = "--" + name.replace("_", "-")
-            yield f"{flag} cannot be used with {other}, which {why}; omit one of them"
+            other = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")
+            # Megatron's dropouts are on by default.
+            way_out = f"use --{other} 0, or omit {flag}" if other.endswith("dropout") else "omit one of them"
+            yield f"{flag} cannot be used with --{other}, which {why}; {way_out}"

@@ -124,7 +124,12 @@ class Split:
         rest = self.counted - sum(count or 0 for count in ends)
         middle = self.ranks - sum(count is not None for count in ends)
         if (rest <= 0 or rest % middle) if middle else rest:
-            return f"--num-layers {rest} of {self.counted} cannot be dealt out to {middle} pipeline ranks"
+            more = f", {self.counted} with embedding and loss," if self.counted > self.layers else ""
+            given = [f"{flag} {count}" for flag, count in zip((FIRST, LAST), ends, strict=True) if count]
+            return (
+                f"--num-layers {self.layers}{more} cannot be dealt out to {self.ranks} pipeline ranks"
+                f"{' with ' * bool(given)}{' and '.join(given)}"
+            )
         if not middle and self.chunks > 1:  # Megatron divides by the number of middle ranks, which is 0
             return f"give one of {FIRST} and {LAST}, on {self.ranks} pipeline ranks with {self.chunks} chunks"
         counts = [rest // middle if middle else 0] * self.ranks
@@ -284,10 +289,11 @@ def check_chunks(args: Any) -> Iterator[str]:
         return
     has_layout = hasattr(args, LAYOUT[2:].replace("-", "_"))
     mtp_layers = getattr(args, "mtp_num_layers", None) or 0
-    yield f"{_who(sharing)}: {problem}. {remedy(split, sharing, has_layout, mtp_layers)}"
+    yield f"{who(sharing)}: {problem}. {remedy(split, sharing, has_layout, mtp_layers)}"
 
 
-def _who(sharing: Sharing) -> str:
+def who(sharing: Sharing) -> str:
+    """Return the flags by which layers share selections."""
     if sharing.pattern:
         return f"--dsa-indexer-topk-pattern {sharing.pattern}"
     return (

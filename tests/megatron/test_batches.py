@@ -25,7 +25,7 @@ def of_evaluation(**given: Any) -> Batches | None:
     ("given", "least", "most", "remedy"),
     [
         ({}, 8, 8, "--global-batch-size 12"),
-        ({"rampup_batch_size": ["4", "4", "64"]}, 4, 8, "--rampup-batch-size 12"),
+        ({"rampup_batch_size": ["4", "4", "64"]}, 4, 8, "--rampup-batch-size 12 INCREMENT SAMPLES"),
         # Releases with schedules ignore ramps.
         ({"rampup_batch_size": ["4", "4", "64"], "step_batch_size_schedule": None}, 8, 8, "--global-b"),
         (

@@ -48,7 +48,10 @@ CASES = [
         },
         "warning",
         "1091 s, the most that AIV mode has",
-        [{"variables": {"HCCL_EXEC_TIMEOUT": "3600"}}],
+        [
+            {"variables": {"HCCL_EXEC_TIMEOUT": "3600"}},
+            {"variables": {"HCCL_EXEC_TIMEOUT": "900", "HCCL_OP_EXPANSION_MODE": "AIV"}},
+        ],
     ),
     (
         "hccl-timeouts",

@@ -57,6 +57,7 @@ _ENVIRONMENT = {
 }
 _GRACE_S = 10.0  # for the other ranks to answer after a failure
 _LOG_TAIL = 2000  # characters
+_CRASH = "Fatal Python error"  # begins the report of faulthandler
 
 
 class CaseError(Exception):
@@ -107,6 +108,9 @@ class _Worker:
         with open(self.log, "rb") as file:
             file.seek(self.log_start)
             text = file.read().decode(errors="replace").strip()
+        if (crash := text.rfind(_CRASH)) >= 0:
+            # The innermost frames come first.
+            return text[crash:][:_LOG_TAIL]
         return text if len(text) <= _LOG_TAIL else "... " + text[-_LOG_TAIL:]
 
 

@@ -49,16 +49,15 @@ def find_timeouts(about: Surroundings) -> Iterator[Finding]:
     limit = min(configured or _EXEC_AIV_S, _EXEC_AIV_S) if _aiv(about) else configured or math.inf
     who = f"--distributed-timeout-minutes {minutes}"
     # Only warn if the user has raised Megatron's default of 10 minutes.
-    if minutes * 60 > limit and minutes > _GROUP_MINUTES and (_aiv(about) or not text):
-        cause = ", the most that AIV mode has" if _aiv(about) else ", its default"
+    capped = _aiv(about) and limit == _EXEC_AIV_S
+    if minutes * 60 > limit and minutes > _GROUP_MINUTES and (capped or not text):
+        cause = ", the most that AIV mode has" if capped else ", its default"
         yield Finding(
             "warning",
             who,
             f"HCCL ends a collective after HCCL_EXEC_TIMEOUT, {limit:g} s{cause}, so that a rank which saves "
             "or loads for longer ends the job",
-            "unset HCCL_OP_EXPANSION_MODE"
-            if _aiv(about)
-            else f"export HCCL_EXEC_TIMEOUT={minutes * 60 - 60}",
+            "unset HCCL_OP_EXPANSION_MODE" if capped else f"export HCCL_EXEC_TIMEOUT={minutes * 60 - 60}",
         )
     elif minutes * 60 <= limit:
         shown = "unlimited" if math.isinf(limit) else f"{limit:g} s"

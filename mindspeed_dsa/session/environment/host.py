@@ -124,7 +124,7 @@ def find_staging(about: Surroundings) -> Iterator[Finding]:
             "--async-save",
             f"{machine.local_ranks} ranks copy about {amount(int(share))} of the checkpoint to the host "
             f"before it is written, and {amount(machine.memory)} are available",
-            "omit --async-save, or --no-save-optim",
+            "omit --async-save, or add --no-save-optim",
         )
 
 

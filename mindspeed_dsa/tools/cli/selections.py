@@ -220,7 +220,7 @@ def compare(a: Recording, b: Recording) -> dict[int, Agreement]:
     Raises:
         RunError: the recordings are for different models, have no sequence in common, or are damaged.
     """
-    differences = list(a.header.problems(b.header))
+    differences = list(a.header.problems(b.header, a.folder, b.folder))
     if differences:
         raise RunError(f"{a.folder} and {b.folder} are of different models: {'; '.join(differences)}")
     common = sorted(set(a.places()) & set(b.places()))

@@ -330,9 +330,9 @@ def _vocabulary(options: argparse.Namespace) -> int:
     return flags.padded(options.vocab_size, options)
 
 
-def _multiples(number: int, step: int) -> str:
-    below, above = number // step * step, (number // step + 1) * step
-    return f"{below} or {above}" if below else str(above)
+def _multiples(number: int, step: int, without: int = 0) -> str:
+    below, above = (number // step * step - without, (number // step + 1) * step - without)
+    return f"{below} or {above}" if below > 0 else str(above)
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
@@ -341,13 +341,13 @@ def layout_of(options: argparse.Namespace) -> Layout:
     chunks = options.num_virtual_stages_per_pipeline_rank
     per_chunk = options.num_layers_per_virtual_pipeline_stage
     if chunks is None and per_chunk and pp > 1:
-        counted = options.num_layers + options.account_for_embedding_in_pipeline_split
-        counted += options.account_for_loss_in_pipeline_split
+        more = options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split
+        counted = options.num_layers + more
         if counted % (pp * per_chunk):
             raise SettingsError(
                 f"mindspeed_dsa plan: --num-layers-per-virtual-pipeline-stage {per_chunk} does not divide "
                 f"the {counted} layers of {pp} pipeline ranks; give --num-virtual-stages-per-pipeline-rank "
-                f"or {_multiples(counted, pp * per_chunk)} layers"
+                f"or --num-layers {_multiples(counted, pp * per_chunk, more)}"
             )
         chunks = counted // (pp * per_chunk)
     v_shaped = options.schedules_method == "dualpipev"

@@ -279,7 +279,7 @@ def _changes(found: Calibration) -> str:
         return f"calibrated: nothing, {' and '.join(found.factors)} stay as assumed"
     said = ", ".join(f"{name} x {factor:.2f}" for name, factor in changed.items())
     device = found.device
-    flags = f"; these links as flags: --device-link {device.link:.0f} --device-network {device.network:.0f}"
+    flags = f"; these links as flags: --device-link {device.link:.3g} --device-network {device.network:.3g}"
     return f"calibrated: {said}{flags if 'link rates' in changed else ''}"
 
 

@@ -54,12 +54,13 @@ def _smaller(layout: Layout, devices: int) -> str:
     return str(max(fitting, key=lambda each: each.tp * each.pp * each.cp * each.ep))
 
 
-def check(job: Job, any_number: bool = False) -> None:
+def check(job: Job, any_number: bool = False, flags: bool = True) -> None:
     """Raise if Megatron would reject the layout; the error lists all problems.
 
     Args:
         job: planned job.
         any_number: whether the suggested layout may use another number of devices.
+        flags: whether the suggestion may name flags of Megatron.
 
     Raises:
         SettingsError: the layout is invalid; names the nearest valid one.
@@ -67,7 +68,9 @@ def check(job: Job, any_number: bool = False) -> None:
     problems = list(_problems(job))
     if problems:
         text = "; ".join(problems)
-        raise SettingsError(f"mindspeed_dsa plan: {job.layout} does not fit: {text}{_hint(job, any_number)}")
+        raise SettingsError(
+            f"mindspeed_dsa plan: {job.layout} does not fit: {text}{_hint(job, any_number, flags)}"
+        )
 
 
 def works(job: Job) -> bool:
@@ -75,11 +78,13 @@ def works(job: Job) -> bool:
     return next(_problems(job), None) is None
 
 
-def _hint(job: Job, any_number: bool) -> str:
+def _hint(job: Job, any_number: bool, flags: bool) -> str:
     near = nearest(job, any_number)
     if near is None:
         return ""
     layout, batch = near.layout, ""
+    if not flags:
+        return f". The nearest layout that works: {layout}"
     if near.training.batches != job.training.batches:
         batch = f" with {near.training.batch_flag}"
     ends = ""
@@ -203,7 +208,10 @@ def _problems_of_step(job: Job, batch: int) -> Iterator[str]:
     elif layout.vpp > 1 and not layout.v_shaped:
         rest = count % layout.group
         if not layout.pp <= layout.group <= count or 0 < rest < layout.pp:
-            yield f"{count} microbatches cannot be interleaved in groups of {layout.group}"
+            yield (
+                f"{count} microbatches cannot be interleaved in groups of {layout.group}; give "
+                f"--microbatch-group-size-per-virtual-pipeline-stage {layout.pp}, or a number up to {count}"
+            )
 
 
 def _problems(job: Job) -> Iterator[str]:
@@ -260,7 +268,7 @@ def _problems(job: Job) -> Iterator[str]:
                 f"{tp} x context parallel {cp}; give --make-vocab-size-divisible-by a multiple of {cp}"
             )
     if features.pairs and layout.pp > 1 and layout.vpp == 1:
-        yield "--moe-fb-overlap pairs microbatches in interleaved pipelines alone, of 2 chunks or more"
+        yield "pairs of microbatches (--moe-fb-overlap) need interleaved pipelines, of 2 chunks or more"
     if layout.pp == 1 and layout.v_shaped:
         yield "DualPipeV needs a pipeline"
     if layout.pp == 1 and features.split:

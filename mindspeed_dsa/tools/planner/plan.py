@@ -217,7 +217,9 @@ def _fitting(job: Job, device: Device, allocator: float) -> int | None:
         # DualPipeV needs more microbatches than many replicas leave of a batch.
         if not layouts.works(other):
             return None
-        if max(each.total for each in memory.of_job(other, allocator)) <= budget(device):
+        ranks = memory.of_job(other, allocator)
+        has_room = on_node(ranks, other, device) <= device.host_memory * GIB
+        if has_room and max(each.total for each in ranks) <= budget(device):
             return layout.devices
         # Without a distributed optimizer, more replicas do not save memory.
         if not job.training.distributed:

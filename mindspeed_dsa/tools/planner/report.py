@@ -68,7 +68,8 @@ def _head(plan: Plan) -> str:
 def too_much(plan: Plan) -> str:
     """Return text that names the missing memory of a plan: excess GiB on the device, or too small a host."""
     excess = plan.worst.total / GIB - (plan.device.memory - plan.device.reserve)
-    return f"{excess:.1f} too much" if excess > 0 else "the device has room, a node's host has not"
+    host = "a node's host has no room" if plan.node_host > plan.device.host_memory * GIB else ""
+    return "; ".join(filter(None, [f"{excess:.1f} too much" if excess > 0 else "", host]))
 
 
 def _fitting(plan: Plan) -> str:

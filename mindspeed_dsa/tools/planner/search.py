@@ -60,7 +60,7 @@ def search(
         Layouts that fit, the fastest first; if none fits, tight ones.
 
     Raises:
-        SettingsError: no layout fits; names the layout that needs least memory.
+        SettingsError: Megatron accepts no layout, or none fits; then names the one that needs least memory.
     """
     fitting: list[Found] = []
     lacking: list[tuple[tuple[float, float], Layout]] = []
@@ -71,15 +71,15 @@ def search(
         else:
             lacking.append((fitted, candidate.layout))
     if not fitting:
-        said = ""
+        said = " divides model, batch and sequence; use another number of devices or --global-batch-size"
         if lacking:
             (needed, node), layout = min(lacking, key=lambda each: each[0])
-            said = f"; the closest, {layout}, needs {needed / GIB:,.2f} GiB"
+            said = f" fits {device.memory:g} GiB; the closest, {layout}, needs {needed / GIB:,.2f} GiB"
             if node:
                 said += f" and {node / GIB:,.2f} of a node's host, with {device.host_memory:,g} assumed"
+            said += ". Use more devices, or a smaller --global-batch-size or --seq-length"
         raise SettingsError(
-            f"mindspeed_dsa plan: no layout of {job.layout.devices} {device.name} fits {device.memory:g} GiB"
-            f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
+            f"mindspeed_dsa plan: no layout of {job.layout.devices} {device.name}{said}"
             f"{f'; {pipelines}' if (pipelines := limits(job)) else ''}"
         )
     fitting = [layout_found for layout_found in fitting if layout_found.plan.fits] or fitting

@@ -62,7 +62,7 @@ def job_of(
         notes,
         "" if imbalance else balancing,
     )
-    layouts.check(job, any_number=devices is None)
+    layouts.check(job, any_number=devices is None, flags=False)
     return job
 
 
@@ -237,6 +237,8 @@ def _training(
     batch, all_local = settings["training.global_batch_size"], local * layout.dp
     if local % micro:
         raise settings.refused("training.local_batch_size", f"microbatches of {micro} do not divide it")
+    if layout.v_shaped and local < (least := 2 * layout.pp * micro):
+        raise settings.refused("training.local_batch_size", f"DualPipeV needs {least} or more")
     if batch > 0 and batch % all_local:
         raise settings.refused(
             "training.global_batch_size",

@@ -203,7 +203,7 @@ def test_a_schedule_of_batches_is_planned_by_its_largest():
             "dealt out to 16",
             "PP16 --decoder-last-pipeline-num-layers 2",
         ),
-        (lambda: deepseek("--pipeline-model-parallel-size 8"), "dealt out to 7", "--decoder-last-"),
+        (lambda: deepseek("--pipeline-model-parallel-size 8"), "dealt out to 8", "--decoder-last-"),
         (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
         (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
         (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
@@ -254,7 +254,31 @@ def test_a_schedule_of_batches_is_planned_by_its_largest():
                 "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
             ),
             "--num-layers-per-virtual-pipeline-stage 4",
-            "8 or 16 layers",
+            "--num-layers 8 or 16",
+        ),
+        (
+            lambda: example(
+                "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 "
+                "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+            ),
+            "the 14 layers",
+            "--num-layers 6 or 14",
+        ),
+        (
+            lambda: example(
+                "--num-layers 8 --pipeline-model-parallel-size 4 --account-for-loss-in-pipeline-split", 8
+            ),
+            "--num-layers 8, 9 with embedding and loss, cannot be dealt out to 4 pipeline ranks.",
+            "works",
+        ),
+        (
+            lambda: example(
+                "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+                "--microbatch-group-size-per-virtual-pipeline-stage 2 --global-batch-size 64",
+                8,
+            ),
+            "cannot be interleaved in groups of 2",
+            "--microbatch-group-size-per-virtual-pipeline-stage 4, or a number up to",
         ),
     ],
 )

@@ -214,7 +214,11 @@ def test_a_nodes_host_is_a_limit(capsys):
     assert roomy.fits
     assert small.verdict == plan.TOO_LARGE
     assert roomy.node_host == 8 * max(item.host for item in roomy.ranks) > 64 * GIB
-    assert "which does NOT fit the 64 assumed" in report.text(small)
+    text = report.text(small)
+    assert "which does NOT fit the 64 assumed" in text
+    assert "a node's host has no room" in text
+    assert small.fitting is not None
+    assert small.fitting > swapped.layout.devices, "more replicas leave each host less"
     job = example("--num-layers 8 --swap-optimizer", 8, any_layout=True)
     results = search.search(job, device("h100"))
     head, *rows = [

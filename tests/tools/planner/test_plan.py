@@ -255,6 +255,10 @@ def test_a_search_finds_the_fastest_that_fits():
     roomy = search.search(job, device("cpu"), best=1)
     assert roomy[0].plan.time.total <= times[0]
     assert "limited by" in search.text(results, EXAMPLE.split())
+    with pytest.raises(
+        SettingsError, match="no layout of 7 cpu divides model, batch and sequence; use another"
+    ):
+        search.search(example(given, 7, any_layout=True), small)
     too_large = r"the closest, .*, needs [\d.]+ GiB"
     with pytest.raises(SettingsError, match=rf"{too_large}\. Use more"):
         search.search(job, device("cpu", memory=0.02, host_memory=64.0))

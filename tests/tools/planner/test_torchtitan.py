@@ -170,6 +170,10 @@ def test_sizes_of_a_configuration(job):
         ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "give 1F1B, Interleaved1F1B or DualPipeV"),
         ("--parallelism.pipeline_parallel_layers_per_stage 10", "it makes 7 stages of 2 pipeline ranks"),
         ("--parallelism.pipeline_parallel_microbatch_size 3", "microbatches of 3 do not divide it"),
+        (
+            "--parallelism.pipeline_parallel_schedule DualPipeV --training.local_batch_size 2",
+            "local_batch_size = 2: DualPipeV needs 4 or more",
+        ),
         ("--training.global_batch_size 24", "no multiple of local_batch_size 16 x 1 data parallel ranks"),
         ("--parallelism.expert_tensor_parallel_degree 2", "expert_tensor_parallel_degree = 2: give 1 or 4"),
         (

@@ -16,7 +16,7 @@ from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
-from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
+from mindspeed_dsa.megatron.pipeline_chunks import check_chunks, who
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -35,7 +35,7 @@ def check_sharing(args: Any, options: Parts) -> Iterator[str]:
     yield from check_chunks(args)
     if Sharing.of(args).is_on:
         yield from refuse_graphs(
-            args, "--dsa-indexer-topk-freq", "selections pass from layer to layer beside a graph", {ATTENTION}
+            args, who(Sharing.of(args)), "selections pass from layer to layer beside a graph", {ATTENTION}
         )
 
 

@@ -89,14 +89,17 @@ class Header:
     mtp_layers: int
     computing: tuple[int, ...]
 
-    def problems(self, other: Header) -> Iterator[str]:
-        """Yield differences between this header and another one."""
+    def problems(
+        self, other: Header, here: object = "the recording", there: object = "the model"
+    ) -> Iterator[str]:
+        """Yield differences between this header, which messages call ``here``, and that of ``there``."""
         for name in ("topk", "layers", "mtp_layers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                yield f"{name} is {mine} in the recording and {theirs} in the model"
+                yield f"{name} is {mine} in {here} and {theirs} in {there}"
         if self.computing != other.computing:
-            yield f"layers {list(self.computing)} select keys in it, and {list(other.computing)} in the model"
+            mine, theirs = list(self.computing), list(other.computing)
+            yield f"layers {mine} select keys in {here}, and {theirs} in {there}"
 
     def to_bytes(self) -> bytes:
         """Encode the start of a file: magic bytes and header."""
@@ -334,10 +337,10 @@ class Recording:
                 problems.append(f"{path.name} has no header of a recording")
                 continue
             recording = recording or cls(folder, header)
-            differences = list(recording.header.problems(header))
+            differences = list(recording.header.problems(header, files[0].name, path.name))
             if differences:
                 raise RunError(
-                    f"{folder} holds selections of several models: in {path.name} {'; '.join(differences)}; "
+                    f"{folder} holds selections of several models: {'; '.join(differences)}; "
                     "record each run into a folder of its own"
                 )
             entries, end = _scan(path)

@@ -98,12 +98,13 @@ class _Replay(SelectionSource, ABC):
             selection = self.found(rows, sequence, positions, local_rows)
             keys = self._checked(selection, rows, sequence, positions, low)
             listed = np.count_nonzero(keys >= 0, axis=1)
-            lacks = ~selection.has | (listed < np.minimum(visible, rows.topk))
+            needed = np.minimum(visible, rows.topk)
+            lacks = ~selection.has | (listed < needed)
             if lacks.any() and self._missing == REFUSE:
                 row = int(lacks.argmax())
                 what = "has no selection"
                 if selection.has[row]:
-                    what = f"has {listed[row]} keys and sees {visible[row]}"
+                    what = f"has {listed[row]} keys, and {needed[row]} of the {visible[row]} it sees are used"
                 raise SelectionError(
                     f"{self.place(rows, sequence)}: row {positions[row]} {what}; record all that is "
                     f"replayed, or let the indexer select there by --dsa-replay-missing {SELECT}"

@@ -155,10 +155,6 @@ def check_attention(args: Any, options: Options) -> Iterator[str]:
 
 _ONE_SEQUENCE = f"{_ATTENTION} cuts a microbatch of one sequence by its rows"
 _TWO = f"use --micro-batch-size 2, or omit {_ATTENTION}"
-_REFUSED_WITH_ROWS = {
-    "sequence_parallel": "has each rank hold neighbours in the sequence",
-    "apply_rope_fusion": "computes angles from the first place on",
-}
 
 
 def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
@@ -169,9 +165,13 @@ def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
         options: the feature's options.
         length: number of tokens of the sequence.
     """
-    for name, why in _REFUSED_WITH_ROWS.items():
-        if argument(args, name):
-            yield f"{_ONE_SEQUENCE}, and --{name.replace('_', '-')} {why}; {_TWO}"
+    if argument(args, "sequence_parallel"):
+        yield f"{_ONE_SEQUENCE}, and --sequence-parallel has ranks hold neighbours in the sequence; {_TWO}"
+    if argument(args, "apply_rope_fusion"):
+        yield (
+            f"{_ONE_SEQUENCE}, and fused RoPE computes angles from the first place on; add --no-rope-fusion, "
+            f"{_TWO}"
+        )
     if (argument(args, "context_parallel_size") or 1) > 1:
         yield f"{_ONE_SEQUENCE}, which --context-parallel-size has cut already; {_TWO}"
     if length % 2:

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import dsa
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import check_refused
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.two_streams import FLAG, LEAST_TOKENS, Streams
 from mindspeed_dsa.patches.spec import Patch
@@ -57,10 +58,7 @@ def check_streams(args: Any, options: Options) -> Iterator[str]:
             f"{FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the shared expert's "
             "output before it is awaited; use --moe-fb-overlap, or omit one of them"
         )
-    for name, why in _REFUSED.items():
-        if argument(args, name):
-            flag = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")
-            yield f"{FLAG} cannot be used with --{flag}, which {why}; omit one of them"
+    yield from check_refused(args, FLAG, _REFUSED)
     yield from refuse_graphs(args, FLAG, "a graph of a part of the layer would end between the two streams")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +120,8 @@ def _check_microbatches(args: Any) -> Iterator[str]:
     if steps is not None:
         # Without a pipeline a step of one microbatch runs by itself, until a schedule makes it larger.
         count = steps.microbatches if ranks > 1 else steps.most_microbatches
+        if ranks == 1 and steps.flag == batches.RAMP:
+            steps = replace(steps, flag=batches.GLOBAL)
         if count < needed:
             yield (
                 f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; "

@@ -164,10 +164,13 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
     [
         (lambda a: a.__setitem__((0, 7, 1, 0), 8), "row 7 lists key 8 and sees 8 keys; this is no selection"),
         (lambda a: a.__setitem__((0, 9, 1), 4), "row 9 lists key 4 more than once"),
-        (lambda a: a.__setitem__((0, 6, 1, 2), -1), "row 6 has 4 keys and sees 7"),
+        (lambda a: a.__setitem__((0, 6, 1, 2), -1), "row 6 has 4 keys, and 5 of the 7 it sees are used"),
         (lambda a: a.__setitem__((0, 11, 1), -1), "row 11 has no selection"),
         (lambda a: a.__setitem__((0, 9, 1, 0), 2**32 + 1), "row 9 lists key 4294967297 and sees 10 keys"),
-        (lambda a: a.__setitem__((0, 9, 1, 0), 1 - 2**32), "row 9 has 4 keys and sees 10"),
+        (
+            lambda a: a.__setitem__((0, 9, 1, 0), 1 - 2**32),
+            "row 9 has 4 keys, and 5 of the 10 it sees are used",
+        ),
     ],
     ids=["beyond the row", "twice", "short", "missing", "64 bits", "64 bits below"],
 )

@@ -56,7 +56,7 @@ ATTENTION = {**EP2, **ALWAYS, "moe_batch_overlap_attention": True, "micro_batch_
     [
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
         ({"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout"),
+        ({"hidden_dropout": 0.1}, "use --hidden-dropout 0, or omit"),
         ({"attention_dropout": 0.1}, "--attention-dropout"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         ({"moe_router_load_balancing_type": ["sinkhorn"]}, "sinkhorn"),
@@ -69,6 +69,7 @@ ATTENTION = {**EP2, **ALWAYS, "moe_batch_overlap_attention": True, "micro_batch_
         ({**DSA, "dsa_indexer_topk_freq": 2}, "share a selection"),
         ({**DSA, "calculate_per_token_loss": True}, "--calculate-per-token-loss"),
         ({**ONE, "sequence_parallel": True}, "--micro-batch-size 2"),
+        ({**ONE, "apply_rope_fusion": True}, "add --no-rope-fusion, use --micro-batch-size 2"),
         ({**ONE, "context_parallel_size": 2}, "--micro-batch-size 2"),
         ({**ONE, "seq_length": 5}, "--micro-batch-size 2"),
         ({**ONE, "multi_latent_attention": False}, "latent attention alone"),
