@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GLM-5.2 through Megatron-LM's own pretrain_gpt.py: 78 layers, of which 21 select keys and the others share.
 #
-#   MEGATRON_LM=~/Megatron-LM TORCHRUN="--nnodes 32 --nproc-per-node 8 ..." ./pretrain_gpt_glm52.sh --data-path ...
+#   MEGATRON_LM=~/Megatron-LM TORCHRUN="--nnodes 64 --nproc-per-node 8 ..." ./pretrain_gpt_glm52.sh --data-path ...
 #   MEGATRON_LM=~/Megatron-LM TINY=1 ./pretrain_gpt_glm52.sh               8 narrow layers, without accelerator
 #   TINY=1 NPROC=2 ./pretrain_gpt_glm52.sh --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6
 #

@@ -123,7 +123,8 @@ def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_l
     require(
         topk_indices.dtype in (torch.int32, torch.int64) and topk_indices.device == query.device,
         operator,
-        f"topk_indices must be int32 on {query.device}, got {topk_indices.dtype} on {topk_indices.device}",
+        f"topk_indices must be int32 or int64 on {query.device}, got {topk_indices.dtype} on "
+        f"{topk_indices.device}",
     )
     require(
         topk_indices.shape[2] >= 1 or rows[0] * rows[1] * key_length == 0,

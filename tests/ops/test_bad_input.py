@@ -170,9 +170,9 @@ def test_indices_that_are_none(operator, backend):
     checks.set_debug_checks(False)
     indices = random_indices(1, ROWS, ROWS, 3)
     bad = {
-        r"topk_indices must be int32 on cpu, got torch.float32 on cpu": indices.float(),
-        r"topk_indices must be int32 on cpu, got torch.bool on cpu": indices >= 0,
-        r"topk_indices must be int32 on cpu, got torch.int32 on meta": indices.to("meta"),
+        r"topk_indices must be int32 or int64 on cpu, got torch.float32 on cpu": indices.float(),
+        r"topk_indices must be int32 or int64 on cpu, got torch.bool on cpu": indices >= 0,
+        r"topk_indices must be int32 or int64 on cpu, got torch.int32 on meta": indices.to("meta"),
         r"topk_indices must be \[1, 6, topk\], got \[1, 5, 3\]": indices[:, 1:],
         r"topk_indices must have at least one entry per row": indices[..., :0],
     }

@@ -193,7 +193,7 @@ def test_bad_input_is_refused():
             sparse_flash_attention(query, key_value, wrong, 1.0, value_dim=4)
     with pytest.raises(ValueError, match=r"value_dim must lie in \[1, 8\]"):
         sparse_flash_attention(query, key_value, indices, 1.0, value_dim=9)
-    with pytest.raises(ValueError, match="topk_indices must be int32"):
+    with pytest.raises(ValueError, match="topk_indices must be int32 or int64"):
         sparse_flash_attention(query, key_value, indices.float(), 1.0, value_dim=4)
 
 

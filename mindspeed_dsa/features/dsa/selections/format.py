@@ -92,7 +92,7 @@ class Header:
     def problems(
         self, other: Header, here: object = "the recording", there: object = "the model"
     ) -> Iterator[str]:
-        """Yield differences between this header, which messages call ``here``, and that of ``there``."""
+        """Yield differences from another header; messages call this one ``here`` and the other ``there``."""
         for name in ("topk", "layers", "mtp_layers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
