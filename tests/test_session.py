@@ -262,6 +262,19 @@ def test_a_switch_that_only_the_jobs_parser_has_heard_of_is_refused():
         mindspeed_dsa.validate(heard)
 
 
+def test_a_flag_of_features_that_are_off_is_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(log.get().logger, "callHandlers", lambda record: said.append(record.getMessage()))
+    log.forget()
+    wanted = {"save_hf_interval": 500, "two_streams_min_tokens": 0, "dsa_backend": "cpu"}
+    with mindspeed_dsa.enabled(use_fused_dsa=True, **wanted):
+        mindspeed_dsa.validate(SimpleNamespace(use_fused_dsa=True, **wanted))
+    assert sorted(text for text in said if "has no effect" in text) == [
+        "--save-hf-interval has no effect without save-hf, which is off in this job",
+        "--two-streams-min-tokens has no effect without two-streams, which is off in this job",
+    ]
+
+
 @pytest.fixture
 def unnamed(megatron, tmp_path, monkeypatch):
     """Register a feature on a fork that no setting names, with no other Megatron imported."""

@@ -123,6 +123,20 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
             yield _told_apart(flag, wanted, setting)
 
 
+def idle(active: Sequence[Feature], settings: Settings) -> Iterator[str]:
+    """Yield a message for each of our flags that was set although all features that read it are off."""
+    read = {flag.dest for feature in active for flag in feature.flags}
+    explicit = settings.chosen()
+    for flag in features.all_flags():
+        setting = explicit.get(flag.dest)
+        if setting is None or flag.megatron or flag.dest in read:
+            continue
+        if setting.value is False or setting.value in (flag.unset, []):
+            continue
+        names = [feature.name for feature in features.all_features() if flag in feature.flags]
+        yield f"{flag.name} has no effect without {' or '.join(names)}, which is off in this job"
+
+
 def without_effect(flag: Flag, setting: Setting) -> str:
     """Return a message: a variable sets a Megatron flag, but the job's arguments lack this flag."""
     return (

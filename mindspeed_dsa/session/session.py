@@ -245,6 +245,8 @@ class Session:
         ]
         if problems:
             raise SettingsError(listed("these arguments cannot be used:", problems))
+        for idle in checks.idle(self.features, self.settings):
+            log.get().warning("%s", idle, once=idle)
         self.look_at_installation()
         self._told = True
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mindspeed_dsa.feature import Check, Context
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import argument, require
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag, require
 from mindspeed_dsa.patches.spec import Patch
 
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock.__init__"
@@ -61,6 +61,8 @@ def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
         flag: command line switch of the feature.
     """
     wanted = options.num_layers
+    if options.switched_on and (hybrid := hybrid_flag(args)):
+        yield f"{flag} works in the layers of GPT models alone, not in those of {hybrid}; omit one of them"
     if wanted is not None:
         if not options.switched_on:
             yield f"{flag}-num-layers {wanted} has no effect without {flag}; add that or drop it"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_dsa.features.memory.chosen_layers import chosen
+from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers, chosen
 
 
 def test_layers_are_spread_over_chunks():
@@ -18,6 +20,13 @@ def test_layers_are_spread_over_chunks():
 def test_layers_recomputed_in_full_do_not_count():
     assert [chosen([3, 3], chunk, 3, in_full=1) for chunk in (0, 1)] == [[1, 2], [1]]
     assert chosen([2], 0, None, in_full=2) == []
+
+
+def test_models_whose_layers_are_not_chosen_are_refused():
+    args = SimpleNamespace(hybrid_override_pattern="M*M*")
+    (problem,) = check_layers(args, LayerOptions(True, None), "--swap-attention")
+    assert "not in those of --hybrid-override-pattern; omit one" in problem
+    assert not list(check_layers(args, LayerOptions(False, None), "--swap-attention"))
 
 
 @settings(deadline=None)

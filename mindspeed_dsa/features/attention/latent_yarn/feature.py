@@ -7,7 +7,7 @@ tests: tests/matrix/test_latent_yarn.py
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,23 +103,28 @@ def check_yarn(args: Any, options: Options) -> Iterator[str]:
 
 
 def fill_yarn(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLATransformerConfig.__init__`` to set YaRN fields that Megatron's parser does not pass."""
-    defaults = {name: param.default for name, param in inspect.signature(original).parameters.items()}
+    """Decorate ``TransformerConfig.__post_init__`` to set YaRN fields that Megatron's parser does not pass.
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for field, value in context.options.values.items():
-            passed = kwargs.get(field, defaults.get(field))
+    Classes derived from ``MLATransformerConfig`` have constructors of their own, which call this method, too.
+    """
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        asked = {field: value for field, value in context.options.values.items() if field in defaults}
+        for field, value in asked.items():
+            passed = getattr(self, field)
             # Megatron may pass the default, which does not contradict the flag.
-            if passed not in (value, defaults.get(field)):
+            if passed not in (value, defaults[field]):
                 raise SettingsError(
                     f"mindspeed_dsa: {context.feature}: {type(self).__name__}: {field}={passed!r} is passed "
                     f"to it, and --yarn-{field.replace('_', '-')} says {value!r}: omit one of them"
                 )
-        kwargs |= {field: value for field, value in context.options.values.items() if field in defaults}
+            setattr(self, field, value)
         original(self, *args, **kwargs)
-        require(context, check_yarn, self)
+        if "beta_fast" in defaults:
+            require(context, check_yarn, self)
 
-    return __init__
+    return __post_init__
 
 
 FEATURE = Feature(
@@ -139,11 +144,10 @@ FEATURE = Feature(
     requires=Requires(versions={versions.MEGATRON_DISTRIBUTION: ">=0.12.1,<0.21"}),
     patches=(
         Patch(
-            "megatron.core.transformer.transformer_config:MLATransformerConfig.__init__",
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
             "mindspeed_dsa.features.attention.latent_yarn.feature:fill_yarn",
             "Megatron's configuration has these fields, and its parser no flag that reaches them",
-            params=("beta_fast", "beta_slow"),
         ),
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read_config
 from mindspeed_dsa.megatron import across_layouts
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
@@ -63,7 +63,6 @@ _OWN = (
     "fsdp2_sharding_size",
     "fsdp2_shard_experts",
 )
-_MAMBA = "checkpoints of Mamba layers cut weights in ways of their own; omit one of them"
 _REFUSED = {
     "use_megatron_fsdp": "both shard the weights; choose one",
     "use_distributed_optimizer": "its state is sharded with the weights; omit --use-distributed-optimizer",
@@ -80,8 +79,6 @@ _REFUSED = {
         "Megatron leaves delayed weight gradients with Transformer Engine's layers, which know no shards; "
         "omit --delay-wgrad-compute: --moe-fb-overlap delays those of attention here"
     ),
-    "is_hybrid_model": _MAMBA,
-    "hybrid_layer_pattern": _MAMBA,
 }
 
 
@@ -110,6 +107,11 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
     for name, why in _REFUSED.items():
         if argument(args, name):
             yield f"{FLAG} does not combine with {name}: {why}"
+    if hybrid := hybrid_flag(args):
+        yield (
+            f"{FLAG} does not combine with {hybrid}: checkpoints of Mamba layers cut weights their own "
+            "way; omit one of them"
+        )
     yield from check_stored(args, FLAG, "it gathers weights without the scales that belong to such weights")
     if argument(args, "untie_embeddings_and_output_weights") is False:
         yield f"{FLAG}: units share no weights; add --untie-embeddings-and-output-weights"

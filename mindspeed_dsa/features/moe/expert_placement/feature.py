@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe import numbering
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs import expert_placement
@@ -56,6 +56,10 @@ _UNNUMBERED = {
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
     """Report a placement file that does not fit the model, and unsupported combinations."""
     problems = [*_formats(args), *_combinations(args)]
+    if hybrid := hybrid_flag(args):
+        problems.append(
+            f"{FLAG} numbers the layers of GPT models alone, not those of {hybrid}; omit one of them"
+        )
     if not number_of_experts(args):
         problems.append(f"{FLAG}: this model has no experts; set --num-experts or omit the flag")
     elif args.moe_expert_placement != AUTO:

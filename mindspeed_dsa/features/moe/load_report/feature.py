@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.moe import numbering
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 
@@ -39,6 +39,10 @@ def check_load_report(args: Any, options: Any) -> Sequence[str]:
     problems = []
     if not number_of_experts(args):
         problems.append(f"{flag}: this model has no experts to route to; set --num-experts or omit the flag")
+    if hybrid := hybrid_flag(args):
+        problems.append(
+            f"{flag} numbers the layers of GPT models alone, not those of {hybrid}; omit one of them"
+        )
     if argument(args, "dsa_stage") == "warmup":
         problems.append(
             f"{flag}: --dsa-stage warmup runs the routers without gradients, as an evaluation does, and such "

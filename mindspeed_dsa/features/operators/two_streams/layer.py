@@ -19,6 +19,14 @@ from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.two_streams import FLAG
 
 
+def _is_worth(hidden_states: Tensor, context: Context[Options]) -> bool:
+    worth = second_stream.is_worth(context.options.streams, hidden_states)
+    if not worth:
+        tokens = hidden_states[..., 0].numel()
+        context.log.info("one stream for %d tokens a rank; %s-min-tokens decides", tokens, FLAG, once="few")
+    return worth
+
+
 def say_how_many(context: Context[Options]) -> None:
     """Log if the platform has only one stream, or if another feature already overlaps the shared expert."""
     platform = platforms.current()
@@ -44,7 +52,7 @@ def project_beside(original: Callable[..., Any], context: Context[Options]) -> C
 
     def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         indexer = getattr(self.core_attention, "indexer", None)
-        if indexer is None or not second_stream.is_worth(context.options.streams, hidden_states):
+        if indexer is None or not _is_worth(hidden_states, context):
             return original(self, hidden_states, *args, **kwargs)
         if (reason := _why_not(self.config, indexer)) is not None:
             context.log.info("the indexer projects when its turn comes: %s", reason, once=True)
@@ -142,7 +150,7 @@ def compute_beside(original: Callable[..., Any], context: Context[Options]) -> C
             not self.use_shared_expert
             or self.shared_expert_overlap
             or streams.shared_elsewhere
-            or not second_stream.is_worth(streams, hidden_states)
+            or not _is_worth(hidden_states, context)
         ):
             return original(self, hidden_states)
         reason = None

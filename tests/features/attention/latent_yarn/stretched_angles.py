@@ -35,7 +35,18 @@ def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     tiny.start(switches)
     cfg = any_release.config(**{"rope_type": "yarn", **overrides})
     again = dataclasses.replace(cfg, layernorm_epsilon=1e-4)
-    return {key: getattr(each, key, None) for each in (cfg, again) for key in FIELDS}
+
+    @dataclasses.dataclass
+    class Derived(type(cfg)):  # type: ignore[misc]
+        """Configuration with a constructor of its own, as model providers have."""
+
+        beta_fast: float = 24.0
+
+    fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init}
+    derived = Derived(**{key: value for key, value in fields.items() if key not in FIELDS})
+    made = [{key: getattr(each, key, None) for key in FIELDS} for each in (cfg, again, derived)]
+    assert made[0] == made[1] == made[2]
+    return made[0]
 
 
 def refused(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ def problems(**arguments):
         ({"ckpt_format": "torch"}, "use torch_dist"),
         ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
         ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute: --moe-fb-overlap delays"),
+        ({"hybrid_override_pattern": "M*M*"}, "--hybrid-override-pattern: checkpoints of Mamba layers"),
         ({"optimizer": "muon"}, "use adam or sgd"),
         ({"optimizer": "lion"}, "use adam or sgd"),
         ({"cuda_graph_impl": "local"}, "graphs read weights where they lay"),

@@ -71,6 +71,7 @@ def test_a_placement_of_another_model_is_refused_in_one_message(tmp_path, argume
             "dp_reshardable.*add --dist-ckpt-optim-fully-reshardable",
         ),
         ({"num_experts": None}, "has no experts"),
+        ({"hybrid_override_pattern": "M*ME"}, "not those of --hybrid-override-pattern; omit one"),
     ],
 )
 def test_checkpoints_that_go_by_places_are_refused_by_name(tmp_path, arguments, said):

@@ -247,7 +247,9 @@ def test_what_cannot_be_reported_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
     args = SimpleNamespace(moe_router_load_report=str(file), num_experts=None, dsa_stage="warmup")
+    args.is_hybrid_model = True
     problems = " ".join(check_load_report(args, None))
+    assert "not those of --is-hybrid-model; omit one" in problems
     assert "has no experts" in problems
     assert "--dsa-stage warmup" in problems
     assert "is a file; name a folder" in problems
