@@ -289,7 +289,7 @@ def test_a_dense_model_becomes_a_sparse_one(tmp_path: Path) -> None:
     then = ["--use-fused-dsa", "--dsa-indexer-loss-coeff", "0.01", "--dsa-indexer-use-sparse-loss"]
     then += ["--override-opt-param-scheduler", "--lr", "1e-4", "--train-iters", "8", "--save", str(sparse)]
     printed, _ = job(tmp_path / "third", flags, *then, "--load", str(warm), "--exit-interval", "6")
-    assert "of the optimizer's state that of indexers goes on, that of all else begins at step 0" in printed
+    assert "the optimizer begins anew" in printed
     _, resumed = job(tmp_path / "fourth", flags, *then, "--load", str(sparse))
     _, whole = job(tmp_path / "whole", flags, *then[:-1], str(tmp_path / "other"), "--load", str(warm))
     assert resumed == whole[2:]
