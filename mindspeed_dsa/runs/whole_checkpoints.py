@@ -22,6 +22,8 @@ RELEASE = "release"
 """Megatron's name for a checkpoint without a training state: loaded without optimizer, starting at step 0."""
 UNCHECKED = f"it has no {manifest.NAME}, as Megatron alone writes it, and is taken unchecked"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
+_REPLACED = ".replaced"
+_ASIDE = re.compile(rf"\.iter_(\d{{7,18}}){re.escape(_REPLACED)}")
 _LAST = "metadata.json"
 """Last file that Megatron writes in a distributed checkpoint."""
 _INDEX = ".metadata"
@@ -261,7 +263,29 @@ def put_aside(path: Path) -> Path:
     Raises:
         OSError: it cannot be renamed.
     """
-    return path.rename(beside(path, "deleted"))
+    return path.rename(beside(path.with_name(path.name.lstrip(".")), "deleted"))
+
+
+def replaced(path: Path) -> Path:
+    """Return the path that a checkpoint has while a new one is written in its place."""
+    return path.with_name(f".{path.name}{_REPLACED}")
+
+
+def put_back(folder: Path) -> None:
+    """Rename checkpoints back in whose places an ended job has not written whole ones; delete the others.
+
+    Raises:
+        OSError: one of them cannot be renamed or deleted.
+    """
+    for iteration in (None, *(int(match[1]) for match in map(_ASIDE.fullmatch, os.listdir(folder)) if match)):
+        aside = replaced(folder / name_of(iteration))
+        state = state_of(folder, iteration)
+        if aside.is_dir() and not state.damage:
+            remove(aside)
+        elif aside.is_dir():
+            if state.path.is_dir():
+                remove(state.path)
+            aside.rename(state.path)
 
 
 def remove(path: Path) -> None:

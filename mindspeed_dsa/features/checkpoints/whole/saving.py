@@ -27,7 +27,7 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import delete, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, put_aside, tracked
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, put_aside, replaced, tracked
 
 _deleting = threading.Lock()
 """Lock that serializes the threads that delete checkpoints."""
@@ -87,8 +87,12 @@ def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Sav
     def prepare() -> None:
         work.lock(folder)
         if save.path.is_dir() and not save.path.is_symlink():
-            # Megatron would overwrite its files, and a kill could leave a mixture of new and old files.
-            _delete_meanwhile(put_aside(save.path), f"{save.path}, which is written again", work.context.log)
+            # Megatron would overwrite its files, and a kill could leave a mixture of new and old files. The
+            # old checkpoint may be the only one, so it stays until the new one is whole.
+            if replaced(save.path).is_dir():  # a save of this job failed: these files are of no use
+                _remove(save.path, f"the unfinished {save.path}", work.context.log)
+            else:
+                save.path.rename(replaced(save.path))
         if is_tracked(folder, name) or save.path.is_dir():  # a link to a checkpoint stays
             # An empty manifest marks it as unfinished. Without one, the next job would take a tracked
             # checkpoint for one that stock Megatron wrote.
@@ -215,25 +219,25 @@ def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
     os.replace(save.tracker, save.folder / TRACKER)
     # Megatron's rule: an old checkpoint stays if its iteration is a multiple of --save-retain-interval.
     sync(save.folder)
+    if (aside := replaced(save.path)).is_dir():
+        _remove(aside, f"what {save.path} was before", work.context.log)
     if save.retain and isinstance(before, int) and before > 0 and before % save.retain:
         old = save.folder / name_of(before)
         if old != save.path and not old.is_symlink():
-            _remove(old, work.context.log)
+            _remove(old, f"{old}, of which --save-retain-interval keeps nothing", work.context.log)
 
 
-def _remove(old: Path, log: Log) -> None:
-    """Delete a checkpoint that ``--save-retain-interval`` does not keep; only warn on failure."""
+def _remove(old: Path, what: str, log: Log) -> None:
+    """Delete a folder in a thread, so that training continues; only warn on failure.
+
+    The process waits for it at exit.
+    """
     try:
         aside = put_aside(old)
     except OSError as error:
         log.warning("%s cannot be deleted: %s", old, error)
     else:
-        _delete_meanwhile(aside, f"{old}, of which --save-retain-interval keeps nothing", log)
-
-
-def _delete_meanwhile(aside: Path, what: str, log: Log) -> None:
-    """Delete a folder in a thread, so that training continues; the process waits for it at exit."""
-    threading.Thread(target=_delete, args=(aside, what, log)).start()
+        threading.Thread(target=_delete, args=(aside, what, log)).start()
 
 
 def _delete(aside: Path, what: str, log: Log) -> None:

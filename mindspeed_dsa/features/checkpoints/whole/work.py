@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.runs.files import Sole
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice, put_back
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Work:
     _locks: dict[Path, Sole] = field(default_factory=dict)
 
     def lock(self, folder: Path) -> None:
-        """Lock a folder against other jobs until this process ends.
+        """Lock a folder against other jobs until this process ends, and undo what an ended job has begun.
 
         Raises:
             RunError: another job saves there.
@@ -73,3 +73,4 @@ class Work:
         folder.mkdir(parents=True, exist_ok=True)
         if folder not in self._locks:
             self._locks[folder] = Sole(folder / LOCK, f"{self.context.feature}: --save {folder}")
+            put_back(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest
@@ -41,3 +42,13 @@ def legacy(folder: Path, iteration: int, listed: bool = True) -> Path:
 def track(folder: Path, content: object) -> None:
     """Write Megatron's tracker file."""
     (folder / TRACKER).write_text(str(content))
+
+
+def gone(path: Path) -> bool:
+    """Wait until a background thread has deleted a folder; return whether it did."""
+    until = time.monotonic() + 20
+    while path.exists() or list(path.parent.glob(".*.deleted")):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
@@ -17,14 +18,15 @@ from typing import Any
 
 import pytest
 
+from mindspeed_dsa.features.checkpoints.whole import saving
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
 from mindspeed_dsa.features.checkpoints.whole.saving import EndsWithJob
 from mindspeed_dsa.features.checkpoints.whole.work import LOCK
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, is_running
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, put_back, state_of
 from tests.features.checkpoints.whole.conftest import Job
-from tests.features.checkpoints.whole.folders import checkpoint, track
+from tests.features.checkpoints.whole.folders import checkpoint, gone, track
 
 
 def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job) -> None:
@@ -93,6 +95,32 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
     job.save(6)
     assert state_of(job.folder, 6, contents=True).damage == ""
     assert job.load() == "iter_0000006"
+
+
+@pytest.mark.parametrize("ended", ["before a file", "before the tracker", "never"])
+def test_the_only_checkpoint_outlives_a_job_that_writes_it_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """The next job that locks the folder goes on from it, or from the new one if that is whole."""
+    job.save(6, content=b"old")
+    place = {"before a file": (job.checkpointing, "write_shard"), "before the tracker": (saving, "tracked")}
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        if ended in place:
+            patched.setattr(*place[ended], killed)
+        with contextlib.suppress(Killed):
+            job.save(6, content=b"new")
+    put_back(job.folder)
+    assert state_of(job.folder, 6, contents=True).damage == ""
+    assert job.load() == "iter_0000006"
+    shard = (job.folder / "iter_0000006" / "__0_0.distcp").read_bytes()
+    assert shard == (b"old" if ended == "before a file" else b"new")
+    job.save(6, content=b"newer")
+    assert gone(job.folder / ".iter_0000006.replaced")
+    assert (job.folder / "iter_0000006" / "__0_0.distcp").read_bytes() == b"newer"
 
 
 def test_a_checkpoint_that_is_written_again_in_the_background_is_not_whole_until_it_is(job: Job) -> None:
