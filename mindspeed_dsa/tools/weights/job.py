@@ -192,6 +192,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         args = _with_pattern(saved, options.dsa_indexer_topk_pattern.upper(), checkpoint)
         gone = _layers_without(args, saved)
         notes = [f"layers {', '.join(map(str, gone))} are written without an indexer"] if gone else []
+    tokens = companions.token_ids(getattr(args, "tokenizer_model", None))
     described = written_config.config_of(
         args,
         release_here(),
@@ -199,7 +200,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         vocabulary=None if like is None else like["vocab_size"],
         dtype=options.dtype or "bfloat16",
         like=like,
-        tokens=companions.token_ids(getattr(args, "tokenizer_model", None)),
+        tokens=tokens,
     )
     architecture = find(described, WHO)
     return Plan(
@@ -213,7 +214,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         shard_bytes=options.shard_size,
         fp8_blocks=options.fp8_blocks,
         like=options.like,
-        notes=[*notes, *written_config.notes(described, like, args)],
+        notes=[*notes, *written_config.notes(described, like, args, tokens)],
     )
 
 

@@ -227,6 +227,18 @@ def test_no_row_of_the_files_is_cut_by_a_smaller_tokenizer(tmp_path: Path) -> No
         ) is note
     done("export", tmp_path / "checkpoints", tmp_path / "like", "--like", theirs)
     assert same(tensors_of(tmp_path / "like"), tensors_of(theirs))
+    # Tokens that training has added to the model that it began with.
+    short, sizes = tmp_path / "short", json.loads((theirs / "config.json").read_text())
+    short.mkdir()
+    (short / "config.json").write_text(json.dumps(sizes | {"vocab_size": 256}))
+    cut = {
+        name: each[:256].clone() if len(each) == 300 else each for name, each in tensors_of(theirs).items()
+    }
+    save_file(cut, short / "model.safetensors")
+    text = done("export", tmp_path / "checkpoints", tmp_path / "more", "--like", short)
+    assert same(tensors_of(tmp_path / "more"), tensors_of(theirs))
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["vocab_size"] == 300
+    assert "config.json has a vocab_size of 300: the job has a vocabulary of 256" in text
 
 
 def test_tokens_are_those_of_the_jobs_tokenizer(tmp_path: Path) -> None:

@@ -159,8 +159,22 @@ def test_what_is_no_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_pat
     mine = tmp_path / "models" / "iter_0000003" / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("")
-    assert saving.export(step_of(made[0], tmp_path), 3, options(tmp_path), log.get()) is None
+    with pytest.raises(
+        RunError, match=r"models/iter_0000003 is no export of a job, .*give --save-hf another"
+    ):
+        saving.export(step_of(made[0], tmp_path), 3, options(tmp_path), log.get())
     assert mine.exists()
+
+
+def test_another_jobs_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    job = step_of(made[0], tmp_path)
+    assert saving.export(job, 3, options(tmp_path), log.get()) is not None
+    assert saving.export(job, 3, options(tmp_path), log.get()) is None, "is there already"
+    (tmp_path / "checkpoints").rename(tmp_path / "others")
+    job.save = str(tmp_path / "others")
+    with pytest.raises(RunError, match=rf"is of {tmp_path}/checkpoints, and not of {tmp_path}/others; give"):
+        saving.export(job, 3, options(tmp_path), log.get())
+    assert is_model(tmp_path, made[0])
 
 
 # -- links in a folder of unknown origin ---------------------------------------------------------

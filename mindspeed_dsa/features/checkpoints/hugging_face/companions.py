@@ -44,6 +44,12 @@ def copy(folder: Path, into: Path) -> None:
         shutil.copyfile(path.resolve(), into / path.name)
 
 
+def notes(folder: Path) -> list[str]:
+    """Return a sentence if the folder's tokenizer needs code, which is never copied."""
+    code = dict(_read(folder / "tokenizer_config.json").get("auto_map") or {})
+    return [f"the tokenizer needs code that is not copied: take the *.py files of {folder}"] if code else []
+
+
 def require_own(folder: Path, who: str, weights: bool = False) -> None:
     """Refuse a folder if a file to be read is a link to another folder.
 

@@ -34,6 +34,8 @@ from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer, 
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
 from mindspeed_dsa.runs.files import RunError, Sole, beside, delete, sync, sync_tree
 
+ORIGIN = "dsa_export.json"
+"""File of an exported model that names the checkpoint, by which a job knows its own exports."""
 _WHO = "mindspeed_dsa weights"
 _NOT_QUANTISED = (
     "layernorm",
@@ -69,6 +71,7 @@ class Plan:
         like: folder of the model that training started from; gives dtypes, factors and tokenizer files.
         replaces: whether ``target`` may exist. It is then deleted once the new folder is complete.
         notes: sentences on the written configuration, for the user.
+        origin: content of the file :data:`ORIGIN`; empty for none.
         shards: dict from file name to its tensors, on the meta device.
 
     Raises:
@@ -87,6 +90,7 @@ class Plan:
     saved_shape: Shape | None = None
     replaces: bool = False
     notes: list[str] = field(default_factory=list)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sole: Sole | None = None
@@ -96,7 +100,11 @@ class Plan:
         self._like_has_fp8 = like is not None and any(
             like.dtype(name) == torch.float8_e4m3fn for name in like.names
         )
-        if like is None and (rows := self._filled_rows()) > self.vocabulary:
+        if self.like is not None:
+            self.notes += companions.notes(self.like)
+        # Padding rows of a tied embedding learn in the output layer, so that they say nothing.
+        is_tied = self.config.get("tie_word_embeddings", False)
+        if not (like and is_tied) and (rows := self._filled_rows()) > self.vocabulary:
             self.notes.append(
                 f"config.json has a vocab_size of {rows}: the job has a vocabulary of {self.vocabulary}, and "
                 "rows above it hold numbers, and are written"
@@ -145,9 +153,11 @@ class Plan:
                 name: [_kept(self._like, name)] for name in self.shape.idle() if name in self._like.names
             }
         others = [
-            f"{name} {list(shape)} and not {list(self._like.shape(name))}"
-            for name, shape in ((name, _whole(parts).shape) for name, parts in pieces.items())
-            if self._like is not None and name in self._like.names and self._like.shape(name) != shape
+            f"{name} {list(_whole(parts).shape)} and not {list(self._like.shape(name))}"
+            for name, parts in pieces.items()
+            if self._like is not None
+            and name in self._like.names
+            and not _fits(parts, self._like.shape(name))
         ]
         if others:
             raise RunError(
@@ -351,6 +361,8 @@ class Plan:
         (self.partial / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self.like is not None:
             companions.copy(self.like, self.partial)
+        if self.origin:
+            (self.partial / ORIGIN).write_text(json.dumps(self.origin) + "\n", encoding="utf-8")
         sync_tree(self.partial)
         self._name()
 
@@ -388,6 +400,13 @@ def _kept(like: Reader, name: str) -> Piece:
     dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
     data = torch.empty(shape, dtype=dtype, device="meta")
     return Piece(Place("", -1, -1, name), "", shape, (0,) * len(shape), shape, 0, data)
+
+
+def _fits(pieces: Sequence[Piece], stored: tuple[int, ...]) -> bool:
+    """Return whether pieces make a tensor of the shape ``stored``, or of one with fewer tokens."""
+    rows, *rest = _whole(pieces).shape
+    more = pieces[0].place.name in PADDED and rows >= stored[0]
+    return tuple(rest) == tuple(stored[1:]) and (more or rows == stored[0])
 
 
 def _whole(pieces: Sequence[Piece]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
-from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
+from mindspeed_dsa.features.checkpoints.hugging_face.exporting import ORIGIN, Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape, listed
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX
@@ -69,9 +70,10 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         RunError: on all ranks, if the export failed.
     """
     checkpoint, target = (folder / name_of(iteration) for folder in (Path(job.save), options.folder))
+    exists = decided(target.exists, _WHO)
     # A folder for this checkpoint is kept. A folder for an earlier training of the same step is replaced.
-    stale = decided(lambda: target.exists() and not _is_of(target, checkpoint), _WHO)
-    if not stale and decided(target.exists, _WHO):
+    stale = exists and together(lambda: _is_stale(target, checkpoint, options), _WHO)
+    if exists and not stale:
         log.info("%s is there already", target)
         return None
     if stale:
@@ -85,11 +87,32 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
     return target
 
 
-def _is_of(target: Path, checkpoint: Path) -> bool:
-    """Return whether ``target`` was exported from this checkpoint, or contains no model."""
-    # After a rollback the step is trained again, and its checkpoint is newer than the exported model.
-    described = target / config.FILE
-    return not described.is_file() or described.stat().st_mtime_ns >= (checkpoint / INDEX).stat().st_mtime_ns
+def _origin(checkpoint: Path, options: Save) -> dict[str, Any]:
+    """Return what an exported model is made of, for the file :data:`ORIGIN`."""
+    # torch gives each checkpoint a number of its own, which is in the index.
+    digest = hashlib.sha256((checkpoint / INDEX).read_bytes()).hexdigest()
+    return {"save": str(checkpoint.parent.resolve()), "checkpoint": digest, "fp8_blocks": options.fp8_blocks}
+
+
+def _is_stale(target: Path, checkpoint: Path, options: Save) -> bool:
+    """Return whether ``target`` was exported from another checkpoint of the same step and job.
+
+    Raises:
+        RunError: another job has written ``target``.
+    """
+    try:
+        known = json.loads((target / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    made = _origin(checkpoint, options)
+    if not isinstance(known, dict) or known.get("save") != made["save"]:
+        whose = (
+            f"is of {known['save']}"
+            if isinstance(known, dict) and "save" in known
+            else "is no export of a job"
+        )
+        raise RunError(f"{_WHO}: {target} {whose}, and not of {made['save']}; give --save-hf another folder")
+    return bool(known != made)
 
 
 def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Plan:
@@ -112,7 +135,8 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
         fp8_blocks=options.fp8_blocks,
         like=options.like,
         replaces=replaces,
-        notes=written_config.notes(described, like, job),
+        notes=written_config.notes(described, like, job, tokens),
+        origin=_origin(checkpoint, options),
     )
 
 

@@ -103,7 +103,7 @@ def config_of(
     if vocabulary and unpadded not in (None, MISSING) and unpadded > vocabulary:
         raise SettingsError(
             f"{who}: the checkpoint has a vocabulary of {unpadded}, and the model that it is to be like has "
-            f"{vocabulary}; name the model that it was trained from, or none"
+            f"{vocabulary}; name the model that it was trained from, or none (weights export without --like)"
         )
     # Null where nothing says an id: transformers would take tokens 0 and 1, and engines end at token 1.
     described: dict[str, Any] = {**dict.fromkeys(TOKENS), **tokens}
@@ -241,13 +241,19 @@ def _selections(args: Any, architecture: Architecture, like: Mapping[str, Any]) 
     return selections
 
 
-def notes(described: Mapping[str, Any], like: Mapping[str, Any] | None, args: Any) -> list[str]:
+def notes(
+    described: Mapping[str, Any],
+    like: Mapping[str, Any] | None,
+    args: Any,
+    tokens: Mapping[str, int | list[int] | None] | None = None,
+) -> list[str]:
     """Return sentences on a written configuration: unknown tokens, keys that contradict the reference.
 
     Args:
         described: written configuration.
         like: configuration of the model that training started from.
         args: Megatron-LM's namespace.
+        tokens: ids of special tokens of the job's tokenizer.
     """
     if like is None:
         if any(described[key] is not None for key in TOKENS):
@@ -258,7 +264,27 @@ def notes(described: Mapping[str, Any], like: Mapping[str, Any] | None, args: An
         for key, value in like.items()
         if key in described and key not in (*_REPLACED, *_EQUIVALENT) and described[key] != value
     ]
+    others = [
+        f"{key} {value}" for key, value in (tokens or {}).items() if not _include(described[key], value)
+    ]
+    if others:
+        said.append(
+            f"the job's tokenizer has {', '.join(others)}, and the files and ids of the tokenizer that are "
+            f"written are those of the model that this one is like: take them from {args.tokenizer_model}"
+        )
+    kinds = described.get("mlp_layer_types")
+    if kinds and kinds != sorted(kinds) and "first_k_dense_replace" in described:
+        said.append(
+            "dense layers follow layers with experts, which mlp_layer_types says: a reader of "
+            "first_k_dense_replace alone builds another model"
+        )
     longest, kept = value_of(args, "max_position_embeddings"), described.get("max_position_embeddings")
     if isinstance(longest, int) and kept is not None and longest > kept:
         said.append(f"config.json keeps max_position_embeddings {kept}, and the job has {longest}")
     return said
+
+
+def _include(described: int | list[int] | None, value: int | list[int] | None) -> bool:
+    """Return whether described ids, one or a list, include an id or all ids of a list."""
+    ids = described if isinstance(described, list) else [described]
+    return all(each in ids for each in (value if isinstance(value, list) else [value]))

@@ -239,6 +239,19 @@ def test_unknown_keys_are_kept_and_contradicted_ones_named() -> None:
     )
 
 
+def test_a_tokenizer_and_layers_that_readers_may_take_for_others_are_named() -> None:
+    like = config("deepseek_v32") | {"eos_token_id": [3, 4], "bos_token_id": 0}
+    trained = job(arguments("deepseek_v32"), "0.16.1", tokenizer_model="/chat")
+    fields = config_of(trained, "0.16.1", WHO, vocabulary=1000, like=like)
+    assert notes(fields, like, trained, {"eos_token_id": 3, "bos_token_id": 0}) == []
+    (said,) = notes(fields, like, trained, {"eos_token_id": 7, "bos_token_id": 0})
+    assert "the job's tokenizer has eos_token_id 7, and" in said
+    assert said.endswith("take them from /chat")
+    mixed = fields | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+    (said,) = notes(mixed, {}, trained)
+    assert "a reader of first_k_dense_replace alone builds another model" in said
+
+
 def save(folder: Path, **files: Any) -> str:
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
