@@ -266,9 +266,12 @@ class InUse:
         share = self._losses.coefficient
         if (total := kwargs.get("num_items_in_batch")) is not None:
             # The model's loss is divided by the tokens of all microbatches, so weigh this loss by its share
-            # of tokens. 1000 of 4000 tokens count: share 1/4. labels[..., 1:], because targets are shifted by
-            # one.
-            share = share * ((labels[..., 1:] != -100).sum() / total).to(theirs.device)
+            # of tokens. 1000 of 4000 tokens count: share 1/4. Language models shift their targets by one.
+            from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+            if LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss:
+                labels = labels[..., 1:]
+            share = share * ((labels != -100).sum() / total).to(theirs.device)
         theirs = theirs + share * loss.to(theirs.device)
         if isinstance(output, tuple):
             return (theirs, *output[1:])

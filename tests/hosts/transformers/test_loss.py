@@ -11,6 +11,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_dsa.integrations.transformers import apply_dsa
@@ -151,6 +152,17 @@ def test_microbatches_weigh_as_their_tokens_do():
     plain = model(tokens(), labels=labels, num_items_in_batch=100).loss - 0.5 * in_use.loss * (2 * 20 / 100)
     in_use.undo()
     assert close(plain, model(tokens(), labels=labels, num_items_in_batch=100).loss)
+
+
+def test_heads_that_shift_no_labels_count_all_of_them():
+    config = build("axk2").config
+    config.num_labels, config._experts_implementation = 2, "eager"
+    model = transformers.AXK2ForSequenceClassification(config).double()
+    in_use = apply_dsa(model, loss_coeff=0.5)
+    inputs = {"input_ids": tokens()[:1], "labels": torch.tensor([1]), "num_items_in_batch": 1}
+    plain = model(**inputs).loss - 0.5 * in_use.loss
+    in_use.undo()
+    assert close(plain, model(**inputs).loss)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
