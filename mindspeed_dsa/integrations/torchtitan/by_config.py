@@ -134,6 +134,9 @@ class SparseAttention(LatentAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        # A converter that is listed later may have replaced it.
+        if type(config.wkv_b) is not Linear.Config:
+            raise not_plain("npu_dsa", "attention.wkv_b", config.wkv_b, Linear.Config)
         self.indexer = config.indexer.build()
         self.options, self.documents = config.options, config.documents
         if config.options.loss_coeff and config.rows is None:

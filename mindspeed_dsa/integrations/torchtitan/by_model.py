@@ -116,11 +116,16 @@ class SparseAttention(deepseek_v3.Attention):
             self.indexer = Indexer(self.dim, self.q_lora_rank or self.dim, core.options).to(like.dtype)
         if mesh is not None:  # replicated on every rank
             distribute_module(self.indexer, mesh)
+        # DDP waits for the gradient of each parameter that requires one.
+        self.indexer.requires_grad_(core.options.loss_coeff > 0)
         self._core = core
 
     def init_weights(self, init_std: float) -> None:
         """Initialise the attention as TorchTitan does, and the indexer; enter it for compiled graphs."""
         super().init_weights(init_std)
+        # A converter that is listed later may have replaced it.
+        if type(self.wkv_b) is not nn.Linear:
+            raise not_plain("npu_dsa", "attention.wkv_b", self.wkv_b, nn.Linear)
         self.indexer.init_weights()
         enter(self)
 

@@ -68,10 +68,12 @@ class Norms(ModelConfigConverter):
         check_device("npu_rms_norm", device_type)
 
         def fused(name: str, norm: RMSNorm.Config) -> Any:
-            return derive(norm, FusedRMSNorm.Config) if norm.elementwise_affine else None
+            # Derived norms compute something else, or, frozen by LoRA, are built in another way.
+            plain = type(norm) is RMSNorm.Config and norm.elementwise_affine
+            return derive(norm, FusedRMSNorm.Config) if plain else None
 
         if not replace_configs(model_config, RMSNorm.Config, fused):
-            raise nothing_found("npu_rms_norm", model_config, "RMSNorm with a weight")
+            raise nothing_found("npu_rms_norm", model_config, "plain RMSNorm with a weight")
         return model_config
 
 

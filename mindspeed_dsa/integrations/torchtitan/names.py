@@ -87,7 +87,8 @@ def not_plain(converter: str, where: str, found: Any, plain: type) -> ValueError
     return ValueError(
         f"{converter}: {where} is {_named(found)}, where it takes {_named(plain)} and nothing else: its "
         f"weight is read as it is, which others are not. List {where.rpartition('.')[2]!r} in "
-        "neither the quantising converter's filter nor that of LoRA, or leave this converter out"
+        "neither the quantising converter's filter nor that of LoRA, list LoRA after this converter, or "
+        "leave this converter out"
     )
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3: make t
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.nn_modules import RMSNorm
 
 from mindspeed_dsa.integrations.torchtitan import build, by_config, config_converters, converters
 from mindspeed_dsa.integrations.torchtitan.latent_attention import document_starts
@@ -87,6 +88,32 @@ def test_quantised_weights():
         ValueError, match=r"attention.wkv_b is .*Quantised.Config, where it takes Linear.Config"
     ):
         convert(config, "npu_dsa", **SMALL)
+    config = convert(model(), "npu_dsa", **SMALL, loss_coeff=0)
+    attention = config.layers[0].attention
+    attention.wkv_b = by_config.derive(attention.wkv_b, Quantised.Config)
+    with pytest.raises(ValueError, match=r"takes Linear.Config.*list LoRA after"), torch.device("meta"):
+        config.build()
+
+
+def test_norms_that_compute_something_else_stay():
+    class Centred(RMSNorm):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(RMSNorm.Config):
+            gain_center: float = 1.0
+
+    config = model()
+    config.norm = by_config.derive(config.norm, Centred.Config)
+    config = convert(config, "npu_rms_norm")
+    assert type(config.norm) is Centred.Config
+    assert type(config.layers[0].attention.kv_norm) is config_converters.FusedRMSNorm.Config
+    for _, norm, parent, attribute in [*config.traverse(config_converters.FusedRMSNorm.Config)]:
+        other = by_config.derive(norm, Centred.Config)
+        if isinstance(parent, list):
+            parent[attribute] = other
+        else:
+            setattr(parent, attribute, other)
+    with pytest.raises(ValueError, match="has no plain RMSNorm"):
+        convert(config, "npu_rms_norm")
 
 
 def test_a_dispatcher_that_permutes_by_itself():
