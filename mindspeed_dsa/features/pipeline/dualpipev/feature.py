@@ -222,7 +222,8 @@ def refuse_before_megatron(original: Callable[..., Any], context: Context[Option
     """Wrap ``validate_args``: check the layers first, because Megatron's own message would mislead."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        require(context, lambda arguments, _: check_chunks_of_v(arguments), args)
+        if argument(args, "schedules_method") == "dualpipev":
+            require(context, lambda arguments, _: check_chunks_of_v(arguments), args)
         return original(args, *rest, **kwargs)
 
     return validate_args
