@@ -104,7 +104,7 @@ class Plan:
             self.notes += companions.notes(self.like)
         # Padding rows of a tied embedding learn in the output layer, so that they say nothing.
         is_tied = self.config.get("tie_word_embeddings", False)
-        if not (like and is_tied) and (rows := self._filled_rows()) > self.vocabulary:
+        if not (like is not None and is_tied) and (rows := self._filled_rows()) > self.vocabulary:
             self.notes.append(
                 f"config.json has a vocab_size of {rows}: the job has a vocabulary of {self.vocabulary}, and "
                 "rows above it hold numbers, and are written"

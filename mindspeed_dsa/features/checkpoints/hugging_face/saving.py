@@ -105,12 +105,9 @@ def _is_stale(target: Path, checkpoint: Path, options: Save) -> bool:
     except (OSError, ValueError):
         known = {}
     made = _origin(checkpoint, options)
-    if not isinstance(known, dict) or known.get("save") != made["save"]:
-        whose = (
-            f"is of {known['save']}"
-            if isinstance(known, dict) and "save" in known
-            else "is no export of a job"
-        )
+    save = known.get("save") if isinstance(known, dict) else None
+    if save != made["save"]:
+        whose = "is no export of a job" if save is None else f"is of {save}"
         raise RunError(f"{_WHO}: {target} {whose}, and not of {made['save']}; give --save-hf another folder")
     return bool(known != made)
 

@@ -21,7 +21,7 @@ import pytest
 from mindspeed_dsa.features.checkpoints.whole import saving
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
 from mindspeed_dsa.features.checkpoints.whole.saving import EndsWithJob
-from mindspeed_dsa.features.checkpoints.whole.work import LOCK
+from mindspeed_dsa.features.checkpoints.whole.work import LOCK, Work
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, is_running
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, put_back, state_of
@@ -121,6 +121,14 @@ def test_the_only_checkpoint_outlives_a_job_that_writes_it_again(
     job.save(6, content=b"newer")
     assert gone(job.folder / ".iter_0000006.replaced")
     assert (job.folder / "iter_0000006" / "__0_0.distcp").read_bytes() == b"newer"
+
+
+def test_a_job_puts_back_what_an_ended_one_was_writing_again(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 6).rename(tmp_path / ".iter_0000006.replaced")
+    (tmp_path / "iter_0000006").mkdir()
+    Work(SimpleNamespace(feature="whole-checkpoints")).lock(tmp_path)  # type: ignore[arg-type]
+    assert state_of(tmp_path, 6, contents=True).damage == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "iter_0000006"]
 
 
 def test_a_checkpoint_that_is_written_again_in_the_background_is_not_whole_until_it_is(job: Job) -> None:
