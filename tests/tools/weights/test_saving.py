@@ -175,6 +175,40 @@ def test_another_jobs_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_p
     with pytest.raises(RunError, match=rf"is of {tmp_path}/checkpoints, and not of {tmp_path}/others; give"):
         saving.export(job, 3, options(tmp_path), log.get())
     assert is_model(tmp_path, made[0])
+    assert refused(tmp_path, train_iters=3) == []
+    (said,) = refused(tmp_path, train_iters=3, save=job.save)
+    assert f"iter_0000003 is of {tmp_path}/checkpoints, and not of {tmp_path}/others; give" in said
+
+
+def refused(folder: Path, **job: Any) -> list[str]:
+    """Return what a job with checkpoints in ``folder`` is refused before training."""
+    own = {"save": str(folder / "checkpoints"), "save_hf": str(folder / "models"), **job}
+    return SAVE.problems(Namespace(save_hf_fp8_blocks=False, load_hf=None, **{"save_hf_interval": 0, **own}))
+
+
+@pytest.mark.parametrize(
+    ("job", "steps"),
+    [
+        ({"train_iters": 4}, [4]),
+        ({"train_iters": 5}, []),
+        ({"train_iters": 6, "save_hf_interval": 2}, [2, 4]),
+        ({"save_hf_interval": 2}, [2, 4]),
+        ({"train_iters": 6, "save_hf_interval": 2, "load": "reached"}, [4]),
+        ({"train_iters": 6, "save_hf_interval": 2, "load": "reached", "finetune": True}, [2, 4]),
+        ({"train_iters": 6, "save_hf_interval": 2, "load": "reached", "ckpt_step": 4}, []),
+        ({"train_iters": 4, "load": "reached", "ckpt_step": 4}, [4]),
+    ],
+)
+def test_folders_that_a_job_may_not_replace_are_refused_before_training(
+    tmp_path: Path, job: dict[str, Any], steps: list[int]
+) -> None:
+    for step in (2, 4):
+        (tmp_path / "models" / f"iter_{step:07}").mkdir(parents=True)
+    (tmp_path / "reached").mkdir()
+    (tmp_path / "reached" / TRACKER).write_text("2")
+    job = {**job, **({"load": str(tmp_path / "reached")} if "load" in job else {})}
+    names = [said.split("models/")[1].split()[0] for said in refused(tmp_path, **job)]
+    assert names == [f"iter_{step:07}" for step in steps]
 
 
 # -- links in a folder of unknown origin ---------------------------------------------------------

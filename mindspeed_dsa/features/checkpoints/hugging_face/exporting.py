@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import (
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, in_threads
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer, divide, write_index
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.runs.files import RunError, Sole, beside, delete, sync, sync_tree
+from mindspeed_dsa.runs.whole_checkpoints import iterations, name_of, tracked
 
 ORIGIN = "dsa_export.json"
 """File of an exported model that names the checkpoint, by which a job knows its own exports."""
@@ -50,6 +53,44 @@ _NOT_QUANTISED = (
 """Name parts of weights that DeepSeek's files never store in FP8."""
 _OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
 _VECTORS = ("norm.weight", "norm_weight", "bias")
+
+
+def origin_of(target: Path) -> dict[str, Any]:
+    """Return the content of the file :data:`ORIGIN` in a model's folder; an empty dict without one."""
+    try:
+        content = json.loads((target / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def refusal(target: Path, save: Path) -> str:
+    """Return an error if ``target`` is no export of the job with this ``--save``, or an empty string."""
+    writer, job = origin_of(target).get("save"), str(save.resolve())
+    if writer == job:
+        return ""
+    whose = "is no export of a job" if writer is None else f"is of {writer}"
+    return f"{target} {whose}, and not of {job}; give --save-hf another folder"
+
+
+def refusals(job: Any, folder: Path, interval: int) -> Iterator[str]:
+    """Yield an error for each existing folder that the job would export to and may not replace.
+
+    Args:
+        job: Megatron's arguments, with ``save``.
+        folder: parent folder of the exported models.
+        interval: number of steps between exports; 0 exports the last checkpoint only.
+    """
+    last, load = argument(job, "train_iters"), argument(job, "load")
+    start = 0
+    if load and not argument(job, "finetune"):
+        reached = argument(job, "ckpt_step") or tracked(Path(load))[0]
+        start = reached if isinstance(reached, int) else 0
+    end = last or math.inf
+    for step in reversed(iterations(folder)):
+        is_in_between = interval and step % interval == 0 and start < step < end
+        if (step == last or is_in_between) and (message := refusal(folder / name_of(step), Path(job.save))):
+            yield message
 
 
 @dataclass

@@ -114,11 +114,15 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
 
 def check_save(args: Any, options: Save) -> Iterator[str]:
     """Yield problems of a job's arguments that would prevent exports with ``--save-hf``."""
-    from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
+    from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, exporting, written_config
 
     flag = f"--save-hf {options.folder}"
     if not argument(args, "save"):
         yield f"{flag} writes the weights of a checkpoint, and the job saves none; add --save DIR"
+    else:
+        yield from (
+            f"{flag}: {problem}" for problem in exporting.refusals(args, options.folder, options.interval)
+        )
     format = argument(args, "ckpt_format")
     if format not in (None, "torch_dist"):
         yield f"{flag} reads checkpoints of --ckpt-format torch_dist, not {format}; use that"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
-from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, exporting, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
-from mindspeed_dsa.features.checkpoints.hugging_face.exporting import ORIGIN, Plan
+from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape, listed
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX
@@ -88,7 +87,7 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
 
 
 def _origin(checkpoint: Path, options: Save) -> dict[str, Any]:
-    """Return what an exported model is made of, for the file :data:`ORIGIN`."""
+    """Return a dict with the job, checkpoint and format of an exported model, for `dsa_export.json`."""
     # torch gives each checkpoint a number of its own, which is in the index.
     digest = hashlib.sha256((checkpoint / INDEX).read_bytes()).hexdigest()
     return {"save": str(checkpoint.parent.resolve()), "checkpoint": digest, "fp8_blocks": options.fp8_blocks}
@@ -100,16 +99,9 @@ def _is_stale(target: Path, checkpoint: Path, options: Save) -> bool:
     Raises:
         RunError: another job has written ``target``.
     """
-    try:
-        known = json.loads((target / ORIGIN).read_bytes())
-    except (OSError, ValueError):
-        known = {}
-    made = _origin(checkpoint, options)
-    save = known.get("save") if isinstance(known, dict) else None
-    if save != made["save"]:
-        whose = "is no export of a job" if save is None else f"is of {save}"
-        raise RunError(f"{_WHO}: {target} {whose}, and not of {made['save']}; give --save-hf another folder")
-    return bool(known != made)
+    if refusal := exporting.refusal(target, checkpoint.parent):
+        raise RunError(f"{_WHO}: {refusal}")
+    return exporting.origin_of(target) != _origin(checkpoint, options)
 
 
 def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Plan:
