@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches import versions
 
 GLOBAL, SCHEDULE, RAMP = "--global-batch-size", "--step-batch-size-schedule", "--rampup-batch-size"
 EVAL_GLOBAL, EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
@@ -118,6 +122,19 @@ def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
     if not entries or any(size < 1 for _, size in entries):
         raise ValueError(f"{schedule!r} has no batch size, or one below 1")
     return tuple(entries)
+
+
+def check_conversations(args: Any, flag: str) -> Iterator[str]:
+    """Yield a problem if Megatron-LM gives the documents of ``--sft`` to some ranks of a pipeline only."""
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.18"
+    stages = argument(args, "pipeline_model_parallel_size") or 1
+    # Before 0.18, get_batch leaves out middle stages, and in 0.17 tensor parallel ranks of the last one.
+    if argument(args, "sft") and stages > 1 and Version(release) < Version("0.18"):
+        yield (
+            f"{flag} with --sft: in a pipeline, Megatron-LM {release} gives the ends of conversations to "
+            "some ranks only, and others would attend across them; use Megatron-LM 0.18 or later, or "
+            "--pipeline-model-parallel-size 1"
+        )
 
 
 def _number(text: str) -> int:

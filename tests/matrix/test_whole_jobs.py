@@ -5,14 +5,16 @@ Covers each stage and each model of DSA, and our own schedules. Of ten steps, th
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.matrix.record import Note
-from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
+from tests.matrix.test_pretrain_gpt import LAYOUT, RECIPE, checkout, job, pretrain
 from tests.matrix.test_weights_in_training import CHECKPOINTS
 
 pytestmark = [
@@ -29,6 +31,9 @@ LEARN = ("warmup", "sparse")
 MODELS = ("deepseek-v3.2", "glm-5", "glm-5.2")
 FUSED = "--use-fused-dsa"
 V = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
+UNTIED = "--untie-embeddings-and-output-weights"
+PREDICTED = re.compile(r"mtp_1 loss: (\S+)")
+"""Loss of multi-token prediction in Megatron's line about a step."""
 
 
 def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
@@ -88,3 +93,32 @@ def test_a_schedule_of_our_own(note: Note, tmp_path: Path) -> None:
     trained = ten_steps(tmp_path, "--schedules-method dualpipev", V)
     assert trained["evaluations"][STEPS] < trained["evaluations"][HALF]
     note.trained([trained])
+
+
+@pytest.mark.releases(">=0.14")
+def test_tied_embeddings_under_a_schedule_of_our_own(tmp_path: Path) -> None:
+    """From 0.16 on, the script itself names the ranks with embeddings, the first and the last."""
+    recipe = Path(shutil.copytree(RECIPE, tmp_path / "recipe"))
+    script = recipe / "pretrain_gpt_dsa.sh"
+    text = script.read_text(encoding="utf-8")
+    assert UNTIED in text
+    script.write_text(text.replace(UNTIED, ""), encoding="utf-8")
+    stock, ours = (
+        pretrain(tmp_path / name, flags, V, str(script))["steps"]
+        for name, flags in (("stock", ""), ("ours", "--schedules-method dualpipev"))
+    )
+    assert [record["lm_loss"] for record in ours] == pytest.approx([r["lm_loss"] for r in stock], rel=0.02)
+    assert ours[-1]["lm_loss"] < ours[0]["lm_loss"]
+
+
+@pytest.mark.releases(">=0.16")
+def test_losses_of_multi_token_prediction_are_logged_under_a_schedule_of_our_own(tmp_path: Path) -> None:
+    """The first rank has them, and the last rank writes the log."""
+    logged = {}
+    for name, flags in (("stock", ""), ("ours", "--schedules-method dualpipev")):
+        command, environment = job(tmp_path / name, f"{flags} --mtp-num-layers 1", V)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+        assert done.returncode == 0, done.stderr[-6000:]
+        logged[name] = list(map(float, PREDICTED.findall(done.stdout + done.stderr)))
+    assert len(logged["ours"]) == len(logged["stock"]) == 3
+    assert logged["ours"] == pytest.approx(logged["stock"], rel=0.02)

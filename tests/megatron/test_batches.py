@@ -72,3 +72,16 @@ def test_batches_of_evaluations() -> None:
         assert of_evaluation(eval_micro_batch_size=2, **without) is None
     # The whole data set.
     assert of_evaluation(eval_micro_batch_size=2, eval_iters=None, full_validation=True) is not None
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.17.1", "0.18.0", None])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("sft", [True, False])
+def test_conversations_need_a_release_that_gives_them_to_all_ranks_of_a_pipeline(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, stages: int, sft: bool
+) -> None:
+    monkeypatch.setattr(batches.versions, "of_megatron", lambda root: release)
+    args = Namespace(sft=sft, pipeline_model_parallel_size=stages)
+    problems = list(batches.check_conversations(args, "--use-fused-dsa"))
+    refused = sft and stages == 2 and release in ("0.16.1", "0.17.1")
+    assert [f"Megatron-LM {release} gives" in problem for problem in problems] == [True] * refused

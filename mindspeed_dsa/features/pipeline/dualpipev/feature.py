@@ -170,6 +170,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
         )
     yield from check_chunks_of_v(args)
     yield from _check_microbatches(args)
+    yield from batches.check_conversations(args, FLAG)
     yield from check_refused(args, FLAG, _REFUSED)
     yield from refuse_graphs(args, FLAG, "Megatron captures the order of another schedule")
     if argument(args, "overlap_moe_expert_parallel_comm") and not options.paired:
@@ -194,6 +195,13 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
         yield (
             f"{FLAG}: the distributed optimizer's state would be slices of buffers, which do not say which "
             "layers they are of; add --dist-ckpt-optim-fully-reshardable"
+        )
+    elif (
+        argument(args, "use_distributed_optimizer") and argument(args, "non_persistent_ckpt_type") == "local"
+    ):
+        yield (
+            f"{FLAG}: --non-persistent-ckpt-type local saves slices of the distributed optimizer's buffers, "
+            "which do not say which layers they are of; use global"
         )
 
 
@@ -310,11 +318,11 @@ FEATURE = Feature(
             versions=">=0.18",
         ),
         Patch(
-            "megatron.core.parallel_state:default_embedding_ranks",
+            "megatron.core.parallel_state:initialize_model_parallel",
             "wrap",
             f"{_TIED}:embed_on_first_rank",
             "makes a group of the one rank that has the embedding and its copy",
-            params=("pp_ranks",),
+            params=("get_embedding_ranks",),
         ),
         Patch(
             "megatron.core.models.common.language_module.language_module:"

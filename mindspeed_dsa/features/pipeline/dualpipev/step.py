@@ -294,17 +294,34 @@ class _Step:
     # -- the end of a step ---------------------------------------------------------------------------
 
     def _handed_over(self) -> list[Any]:
-        """Send the loss reports and the token count from the first rank to the last, which reports them."""
+        """Send losses and the token count from the first rank to the last, which reports them."""
         ranks = dist.get_process_group_ranks(self._pipeline)
-        payload: list[Any] = [(self._reports, self._tokens)]
+        payload: list[Any] = [None]
         if self._transfers.rank == 0:
+            payload = [(self._reports, self._tokens, self._take_prediction_losses())]
             dist.send_object_list(tree_map(_to_host, payload), ranks[-1], self._pipeline)
             return []
         if self._transfers.rank == len(ranks) - 1:
             dist.recv_object_list(payload, ranks[0], self._pipeline)
-            reports, self._tokens = tree_map(self._to_device, payload[0])
+            reports, self._tokens, prediction_losses = tree_map(self._to_device, payload[0])
+            if prediction_losses:
+                self._prediction_log().tracker.update(prediction_losses, reduce_group=None, avg_group=None)
             return list(reports)
         return []
+
+    def _prediction_log(self) -> Any:
+        """Return Megatron's log of losses of multi-token prediction, which exists once on each rank."""
+        return self._megatron("core.transformer.multi_token_prediction").MTPLossLoggingHelper
+
+    def _take_prediction_losses(self) -> dict[str, Tensor]:
+        """Reduce the logged losses over data parallel ranks, and remove them from this rank's log."""
+        if self._forward_only or not getattr(self._config, "mtp_num_layers", None):
+            return {}
+        log = self._prediction_log()
+        reduce = getattr(log, "reduce_metrics_in_tracker", None)  # from 0.19 on, with numbers of hits
+        (reduce or log.reduce_loss_in_tracker)()
+        names = [name for name, value in log.tracker.items() if isinstance(value, Tensor)]
+        return {name: log.tracker.pop(name) for name in names}
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self._device) if isinstance(value, Tensor) else value

@@ -19,13 +19,15 @@ from mindspeed_dsa.features.pipeline.dualpipev.feature import Options
 from mindspeed_dsa.parallel.local_shards import local_of
 
 
-def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Wrap ``default_embedding_ranks``: only the first rank has embedding weights."""
+def embed_on_first_rank(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``initialize_model_parallel``: only the first pipeline rank has embedding weights."""
 
-    def default_embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
-        return [pp_ranks[0]]
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        # Not by default_embedding_ranks: from 0.16 on, pretrain_gpt.py passes a function of its own.
+        kwargs["get_embedding_ranks"] = lambda pp_ranks, *_: [pp_ranks[0]]
+        original(*args, **kwargs)
 
-    return default_embedding_ranks
+    return initialize_model_parallel
 
 
 def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:

@@ -104,6 +104,7 @@ def test_what_is_served():
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"dist_ckpt_optim_fully_reshardable": False}, "add --dist-ckpt-optim-fully-reshardable"),
+        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local saves slices"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
