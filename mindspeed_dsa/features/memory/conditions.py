@@ -91,11 +91,6 @@ def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
     yield from check_weight_shards(args, flag)
     yield from refuse_graphs(args, flag, "its step works on state in host memory", {OPTIMIZER})
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
-    if argument(args, "use_torch_fsdp2") and argument(args, "ckpt_format") == "torch_dcp":
-        yield (
-            f"{flag} does not combine with --ckpt-format torch_dcp, which would take a rank's pieces of the "
-            "moments for whole ones; use torch_dist"
-        )
 
 
 def check_arguments(args: Any, flag: str, rows: Iterable[Row]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import pairs, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
 from mindspeed_dsa.features.data_parallel.fsdp2.placements import Placements, class_of, place
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.gathered_weights import hold, note_calls, on_late_gradients
 from mindspeed_dsa.parallel.local_shards import local_of, shard_axis
 from mindspeed_dsa.patches.errors import SettingsError
@@ -40,11 +41,20 @@ class _Whole:
     Attributes:
         ddp: Megatron's DDP of the unsharded parameters; ``None`` if there are none.
         sharded: check of the sharded parameters' first gradients; ``None`` if there are none.
+        is_checked: whether NaN and infinite gradients of sharded parameters stop the job.
     """
 
     # Stored in a plain object: an nn.Module attribute would register DDP's parameters a second time.
     ddp: Any = None
     sharded: shards.FirstGradients | None = None
+    is_checked: bool = False
+
+
+class CheckedGradients:
+    """State of ``--check-for-nan-in-loss-and-grad``, which Megatron-LM does not pass to FSDP2's wrapper."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.wanted = False
 
 
 def build(original: _Function, context: Context[Options]) -> _Function:
@@ -78,7 +88,9 @@ def build(original: _Function, context: Context[Options]) -> _Function:
             if not placements.counts(parameter, self.device_mesh):
                 parameter.shared = True  # type: ignore[attr-defined]
         sharded = _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
-        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, megatron, options), sharded))
+        is_checked = ddp_config.check_for_nan_in_grad or context.state(CheckedGradients).wanted
+        ddp = _ddp_of(whole, self, megatron, options, is_checked)
+        setattr(self, _WHOLE, _Whole(ddp, sharded, is_checked))
 
     return __init__
 
@@ -175,7 +187,9 @@ def _usual_units(megatron: Megatron) -> tuple[type, ...]:
     return layer, embeddings.LanguageModelEmbedding
 
 
-def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, options: Options) -> Any:
+def _ddp_of(
+    whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, options: Options, is_checked: bool
+) -> Any:
     """Wrap the parameters that are not sharded in Megatron's DDP; return ``None`` if none is trainable."""
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
@@ -186,22 +200,39 @@ def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, optio
     distributed = megatron("core.distributed")
     config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=_reduce_dtype(self.config, options) is torch.float32,
-        check_for_nan_in_grad=self.ddp_config.check_for_nan_in_grad,
+        check_for_nan_in_grad=is_checked,
     )
     return distributed.DistributedDataParallel(self.config, config, holder)
 
 
-def reduce_whole_gradients(original: _Function) -> _Function:
+def reduce_whole_gradients(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``finish_grad_sync`` to reduce unsharded gradients; backward has reduced the sharded ones."""
+    megatron = context.megatron
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         whole = getattr(self, _WHOLE)
         if whole.sharded is not None:
             whole.sharded.check()
+        if whole.is_checked:
+            _require_finite(shards.sharded_gradients(self.module), megatron)
         if whole.ddp is not None:
             whole.ddp.finish_grad_sync(*args, **kwargs)
 
     return finish_grad_sync
+
+
+def _require_finite(gradients: list[Tensor], megatron: Megatron) -> None:
+    """End the job, or repeat the step as ``--rerun-mode`` says, if gradients are NaN or infinite."""
+    norm = nn.utils.get_total_norm(gradients)
+    machine = megatron("core.rerun_state_machine").get_rerun_state_machine()
+    for kind, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+        machine.validate_result(
+            result=norm,
+            rejection_func=rejects,
+            message=f"fsdp2: found {kind} in the norm of this rank's shards of gradients",
+            tolerance=0.001,
+            fatal=True,
+        )
 
 
 def scale_all_gradients(original: _Function) -> _Function:
@@ -283,12 +314,15 @@ def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]
 _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
+def validate_beside_experts_and_pipelines(
+    original: Callable[..., Any], context: Context[Options]
+) -> Callable[..., Any]:
     """Decorate ``validate_args`` to hide FSDP2 from the check that rejects it with pipelines or experts."""
     # `check_fsdp2` makes the checks that Megatron would make otherwise. This wrapper sets the values that
     # Megatron would derive from the flag.
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        context.state(CheckedGradients).wanted = bool(argument(args, "check_for_nan_in_loss_and_grad"))
         alone = args.pipeline_model_parallel_size == 1 and args.expert_model_parallel_size == 1
         if alone or not getattr(args, "use_torch_fsdp2", False):
             return original(args, *rest, **kwargs)

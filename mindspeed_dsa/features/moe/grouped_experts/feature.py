@@ -83,8 +83,6 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
                 f"{_FLAG}: {flag} cuts parameters into pieces whose place in a checkpoint it reads from the "
                 f"names of single experts, which a stack does not have; drop one of them"
             )
-    if argument(args, "ckpt_format") == "torch_dcp":
-        yield f"{_FLAG}: --ckpt-format torch_dcp numbers parameters, and stacks are fewer; use torch_dist"
     optimizer = str(argument(args, "optimizer"))
     if any(name in optimizer for name in ("muon", "soap")):
         yield (
@@ -112,6 +110,11 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
             yield f"{_FLAG}: {GAPS}"
     elif argument(args, "dist_ckpt_optim_fully_reshardable") is False:
         yield f"{_FLAG}: {SLICES}"
+    elif argument(args, "non_persistent_ckpt_type") == "local":
+        yield (
+            f"{_FLAG}: --non-persistent-ckpt-type local saves slices of the distributed optimizer's buffers, "
+            "in which stacked experts lie in another order than single ones; use global"
+        )
 
 
 def recomputes_activation(args: Any) -> bool:

@@ -123,6 +123,20 @@ def late_gradients() -> str:
     return "nothing"
 
 
+def undefined_gradients() -> str:
+    """Return the error of a step with a weight that is NaN on rank 1."""
+    start({"use_torch_fsdp2": True}, ep=2)
+    sharded = assemble(**JOB, fsdp2=True, ddp_options={"check_for_nan_in_grad": True})
+    weight = next(param for param in sharded.model.parameters() if isinstance(param, DTensor))
+    if torch.distributed.get_rank() == 1:
+        local_of(weight.detach()).fill_(float("nan"))
+    try:
+        step(sharded, 0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     """Load the distributed optimizer's checkpoint into FSDP2, and FSDP2's into the distributed optimizer."""
     start({"use_torch_fsdp2": True, **switches}, ep=2)

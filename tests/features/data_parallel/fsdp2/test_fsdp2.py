@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_dsa.features.data_parallel.fsdp2 import wrapper
 from mindspeed_dsa.features.data_parallel.fsdp2.checkpoint import count_in_all
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options
+from tests.support import contexts
 
 CASES = "tests.features.data_parallel.fsdp2.beside_ddp"
 
@@ -131,6 +134,22 @@ def test_checkpoints_of_sharded_experts_go_from_the_distributed_optimizer_and_ba
 def test_a_gradient_that_was_not_summed_stops_the_first_step(pool):
     for said in pool.run(f"{CASES}:late_gradients", 2):
         assert "a gradient has not been summed over ranks" in said
+
+
+def test_gradients_that_are_nan_stop_the_job_before_the_optimizers_step(pool):
+    for said in pool.run(f"{CASES}:undefined_gradients", 2):
+        assert "found NaN in the norm of this rank's shards of gradients" in said
+
+
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_the_jobs_arguments_say_whether_gradients_are_checked(wanted):
+    context = contexts.context("torch-fsdp2", Options())
+    given = {} if wanted is None else {"check_for_nan_in_loss_and_grad": wanted}
+    alone = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    wrapper.validate_beside_experts_and_pipelines(lambda args: None, context)(
+        SimpleNamespace(**alone, **given)
+    )
+    assert context.state(wrapper.CheckedGradients).wanted is bool(wanted)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE, Options
 from mindspeed_dsa.patches.errors import SettingsError
+from tests.support import contexts
 
 
 def problems(**arguments):
@@ -22,14 +23,14 @@ def problems(**arguments):
         ({"fp16": True}, "use --bf16"),
         ({"fp8": "e4m3", "fp8_param_gather": True}, "omit --fp8-param-gather"),
         ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
-        ({"ckpt_format": "torch"}, "use torch_dist"),
+        ({"ckpt_format": "torch"}, "it does not save shards; use torch_dist"),
+        ({"ckpt_format": "torch_dcp"}, "no job could load its checkpoints; use torch_dist"),
         ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
         ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute: --moe-fb-overlap delays"),
         ({"hybrid_override_pattern": "M*M*"}, "--hybrid-override-pattern: checkpoints of Mamba layers"),
         ({"optimizer": "muon"}, "use adam or sgd"),
         ({"optimizer": "lion"}, "use adam or sgd"),
         ({"cuda_graph_impl": "local"}, "graphs read weights where they lay"),
-        ({"ckpt_format": "torch_dcp", "expert_model_parallel_size": 2}, "use torch_dist"),
         ({"experimental_attention_variant": "gated_delta_net"}, "omit --use-torch-fsdp2"),
         ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
         ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
@@ -149,7 +150,7 @@ def test_megatrons_checks_are_not_told_of_it_beside_experts():
         assert not args.use_torch_fsdp2 or args.expert_model_parallel_size == 1, "not supported"
         return args.use_torch_fsdp2
 
-    validate = validate_beside_experts_and_pipelines(stock)
+    validate = validate_beside_experts_and_pipelines(stock, contexts.context("torch-fsdp2"))
     sizes = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2}
     beside = SimpleNamespace(use_torch_fsdp2=True, high_priority_stream_groups=["dp_cp"], **sizes)
     assert validate(beside) is False

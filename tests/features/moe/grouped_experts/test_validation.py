@@ -17,10 +17,13 @@ BUFFERS = {**ZERO, "ckpt_format": "torch", "moe_ffn_hidden_size": 64}
     [
         ({"add_bias_linear": True}, "--disable-bias-linear"),
         ({"fp8": "e4m3"}, "--fp8-format"),
-        ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, "use torch_dist"),
         ({"optimizer": "dist_muon"}, "another optimizer"),
         ({"optimizer": "soap"}, "another optimizer"),
         ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
+        (
+            {**ZERO, "dist_ckpt_optim_fully_reshardable": True, "non_persistent_ckpt_type": "local"},
+            "another order than single ones; use global",
+        ),
         ({**BUFFERS, "hidden_size": 32, "overlap_grad_reduce": True}, "--ckpt-format torch_dist"),
         (
             {**BUFFERS, "hidden_size": 32, "moe_ffn_hidden_size": 33},
