@@ -170,7 +170,8 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
             group = context.megatron("core.parallel_state").get_context_parallel_group()
         dim = dims % tensor.dim()
         result = PackRows.of(packed_seq_params, tensor.size(dim), group).next_rows(tensor, dim, group)
-        return result, result.sum()
+        # Megatron 0.16 divides a loss by this sum, which is 0 where a rank has masked rows only.
+        return result, result.sum().clamp(min=1)
 
     return roll_tensor
 

@@ -65,7 +65,8 @@ def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> C
             )
         group = _group(context, cp_group)
         result = rolled(tensor, dims % tensor.dim(), group, _layout(context, group))
-        return result, result.sum()
+        # Megatron 0.16 divides a loss by this sum, which is 0 where a rank has masked rows only.
+        return result, result.sum().clamp(min=1)
 
     return roll_tensor
 

@@ -167,6 +167,7 @@ def test_masks_of_every_type_are_averaged_over_ranks(dtype, monkeypatch):
     rolled = batches.roll_data(lambda tensor, *_, **__: (tensor.roll(-1, -1), tensor.sum()), context)
     result, total = rolled(torch.ones(1, 4).to(dtype), -1, -1, None)
     assert total == result.sum() / 2
+    assert rolled(torch.zeros(1, 4).to(dtype), -1, -1, None)[1] == 1, "Megatron 0.16 divides by it"
     assert batches.roll_data(lambda *_, **__: (None, None), context)(None) == (None, None)
 
 
