@@ -58,7 +58,8 @@ TOTALS = {
     # 40 more: flags that nothing reads are named, hybrid models refused, YaRN in derived configurations.
     # 115 more: checkpoints outlive saves in their places; exports know their job and added tokens.
     # 30 more: exports to folders of other jobs are refused before training.
-    "lines": 103_725,
+    # 90 more: FSDP2 checks gradients for NaN, DualPipeV logs losses of predicted tokens, seven refusals.
+    "lines": 103_815,
     # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
     # --cp-shard-vocabulary, which saves memory of weights for more transfers.
     "flags": 116,

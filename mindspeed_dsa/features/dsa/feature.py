@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag
+from mindspeed_dsa.megatron import batches
 from mindspeed_dsa.megatron.dsa import (
     DSA,
     LOSS_LAYERS,
@@ -53,6 +54,7 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
     if parsed.learns_served:
         problems += _loss_layers_problems(parsed, args)
     problems += refuse_packs_in_graphs(args)
+    problems += batches.check_conversations(args, "--use-fused-dsa")
     if getattr(args, "delay_wgrad_compute", False) and parsed.absorb:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.features.memory.reuse_fp32_param.feature import FEATURE as REUSE_FP32_PARAM
 from mindspeed_dsa.features.memory.swap_optimizer.feature import FEATURE as SWAP_OPTIMIZER
@@ -250,7 +251,6 @@ READERS = [({"qk_clip": True}, "--qk-clip"), ({"log_params_norm": True}, "--log-
         *((case, *each) for case in ALL for each in MOVERS),
         *((case, *each) for case in (REUSE, SWAP) for each in (*WRITERS, *READERS)),
         *((case, {"optimizer": "sgd"}, "--optimizer sgd") for case in HOST),
-        *((case, {"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, "torch_dist") for case in HOST),
         (REUSE, {"use_torch_fsdp2": True}, "use_torch_fsdp2"),
         (REUSE, {"bf16": False, "fp16": True}, "fp16"),
         (REUSE, {"bf16": False}, "add --bf16"),
@@ -268,6 +268,14 @@ def test_what_does_not_combine_is_refused_with_a_reason(case, given, said):
     (problem,) = case.feature.problems(arguments(case, **given))
     assert problem.startswith(f"--{case.feature.name}")
     assert said in problem
+
+
+def test_mapped_moments_are_not_sent_to_the_process_that_saves(monkeypatch):
+    given = arguments(VIRTUAL, async_save=True)
+    assert VIRTUAL.feature.problems(given) == [], "on CPUs that process is a fork"
+    monkeypatch.setattr(platforms, "current", lambda: SimpleNamespace(name="cuda"))
+    (problem,) = VIRTUAL.feature.problems(given)
+    assert "omit --async-save" in problem
 
 
 @pytest.mark.parametrize("case", [REUSE, SWAP], ids=str)

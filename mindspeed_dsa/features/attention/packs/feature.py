@@ -109,8 +109,13 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         problems += cut_by_megatron(release, args, Fused.of(args))
         if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
             problems += _problems_of_dense_attention(args)
-    if getattr(args, "sft", False) and release in _DELIVERS_SFT:
-        problems.append(f"Megatron-LM {release} itself delivers the packs of --sft; omit --pack-documents")
+    if getattr(args, "sft", False):
+        problems.append(
+            f"Megatron-LM {release} itself delivers the packs of --sft; omit --pack-documents"
+            if release in _DELIVERS_SFT
+            else f"--pack-documents resets positions in a pack, which the data sets of --sft refuse in "
+            f"Megatron-LM {release}; use Megatron-LM 0.18 or later without --pack-documents"
+        )
     for name, flag in (
         ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
         ("reset_attention_mask", "--reset-attention-mask"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.batches import check_conversations
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import megatron_flag
 from mindspeed_dsa.patches.spec import Patch
@@ -33,6 +34,7 @@ def check_prompts(args: Any, options: Any) -> Iterator[str]:
             f"{MASK_PROMPTS.name}: --sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format} masks "
             f"prompts itself; omit it, or use {FORMAT}"
         )
+    yield from check_conversations(args, MASK_PROMPTS.name)
 
 
 FEATURE = Feature(

@@ -35,6 +35,7 @@ _REFUSED = {
         "gives the ranks different numbers of tokens",
     ),
     "optimizer_cpu_offload": ("--optimizer-cpu-offload", "counts on one optimizer for all weights"),
+    "fp16": ("--fp16", "adapts a loss scale for each of the two optimizers, and the scales would differ"),
 }
 """Dict from refused argument of Megatron to its flag and the reason."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.conditions import check_moved_adam, is_given
 from mindspeed_dsa.megatron import optimizer, releases
@@ -71,6 +72,12 @@ def gibibytes(word: str | float) -> float:
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
     """Yield arguments or optimizer settings that conflict with ``--virtual-optimizer``."""
     yield from check_moved_adam(args, "--virtual-optimizer")
+    if argument(args, "async_save") and platforms.current().name == "cuda":
+        # torch shares only memory of its own allocator, and the thread that sends it drops the error.
+        yield (
+            "--virtual-optimizer does not combine with --async-save: its moments cannot be sent to the "
+            "process that saves, and the job would wait forever; omit --async-save"
+        )
     yield from check_quotas(args, options)
 
 

@@ -129,6 +129,12 @@ def _formats(args: Any) -> Iterator[str]:
             "buffers, so it would be given to other experts when the placement changes; add "
             "--dist-ckpt-optim-fully-reshardable"
         )
+    has_flag = hasattr(args, "dist_ckpt_optim_fully_reshardable")
+    if keeps and not has_flag and argument(args, "ckpt_fully_parallel_save") is False:
+        yield (
+            f"{FLAG}: with --no-ckpt-fully-parallel-save the distributed optimizer's state is saved by "
+            "places in a rank's buffers; omit that"
+        )
 
 
 def _combinations(args: Any) -> Iterator[str]:

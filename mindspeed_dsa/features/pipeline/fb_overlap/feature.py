@@ -63,6 +63,10 @@ _REFUSED = {
     "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
+    "sft": "describes documents, which Megatron-LM's script does not pass to a schedule of pairs",
+    "dataloader_inter_document_masking": (
+        "describes documents, which Megatron-LM's script does not pass to a schedule of pairs"
+    ),
     "use_megatron_fsdp": "gathers weights by whole layers",
     "is_hybrid_model": "has a model of its own, which Megatron cannot take apart",
     "hybrid_override_pattern": "has a model of its own, which Megatron cannot take apart",

@@ -16,6 +16,7 @@ from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack, PackRows
 from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.feature import check_packs, reset_at_documents
 from mindspeed_dsa.features.dsa import sparse_attention
+from mindspeed_dsa.features.dsa.key_exchange import rows
 from mindspeed_dsa.features.dsa.operands import Operands
 from mindspeed_dsa.features.dsa.problem import IndexInputs, Problem, Rows
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
@@ -277,6 +278,7 @@ def test_runs_are_neighbours_in_one_document():
         ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
         ({"micro_batch_size": 1, "eval_micro_batch_size": 2}, "--eval-micro-batch-size is 2; use 1, or omit"),
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
+        ({"sft": True}, "the data sets of --sft refuse in|itself delivers the packs of --sft; omit"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
         (
             {
@@ -350,3 +352,21 @@ def test_the_data_loader_resets_at_documents():
     assert (args.reset_position_ids, args.eod_mask_loss) == (True, True)
     assert args.create_attention_mask_in_dataloader is False
     assert reset_at_documents(args) == []
+
+
+@pytest.mark.parametrize("wrap", ["packs", "blocks"])
+def test_the_sum_that_divides_a_prediction_loss_is_not_0_where_all_rows_are_masked(monkeypatch, wrap):
+    """Megatron 0.16 divides the masked loss by it."""
+    context = SimpleNamespace(megatron=lambda name: None)
+    masked = torch.zeros(1, 4)
+    if wrap == "packs":
+        monkeypatch.setattr(delivery.PackRows, "of", lambda *_: SimpleNamespace(next_rows=lambda *_: masked))
+        result, total = delivery.roll_in_documents(None, context)(
+            masked, cp_group=object(), packed_seq_params=object()
+        )
+    else:
+        monkeypatch.setattr(rows, "_layout", lambda *_: None)
+        monkeypatch.setattr(rows, "rolled", lambda *_: masked)
+        result, total = rows.roll_rows(None, context)(masked, cp_group=object())
+    assert result is masked
+    assert total == 1

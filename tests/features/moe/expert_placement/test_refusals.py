@@ -70,6 +70,10 @@ def test_a_placement_of_another_model_is_refused_in_one_message(tmp_path, argume
             },
             "dp_reshardable.*add --dist-ckpt-optim-fully-reshardable",
         ),
+        (
+            {"use_distributed_optimizer": True, "save": "x", "ckpt_fully_parallel_save": False},
+            "--no-ckpt-fully-parallel-save .* saved by places in a rank's buffers; omit that",
+        ),
         ({"num_experts": None}, "has no experts"),
         ({"hybrid_override_pattern": "M*ME"}, "not those of --hybrid-override-pattern; omit one"),
     ],
