@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
@@ -18,6 +20,7 @@ from mindspeed_dsa.megatron.dsa import Options as Parts
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.megatron.pipeline_chunks import check_chunks, who
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs.files import RunError, number
@@ -287,6 +290,7 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
     yield from refuse_graphs(
         args, flags, "a graph attends to the keys of the step that it was captured in", {ATTENTION}
     )
+    yield from _check_packs_of_megatron(args, flags)
     if flag := hybrid_flag(args):
         yield f"{flags}: models of {flag} pass no batch on to their layers; omit one of them"
     if asked.mass and platforms.current().name == "npu":
@@ -308,11 +312,40 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
     if asked.record is not None and asked.record.resolve() == asked.replay.resolve():
         yield f"{RECORD} and {REPLAY} name one folder, {asked.replay}; record into another one"
     try:
-        differences = list(Recording.open(asked.replay).header.problems(header_of(args)))
+        recording = Recording.open(asked.replay)
+        differences = list(recording.header.problems(header_of(args)))
         if differences:
             yield f"{REPLAY} {asked.replay} is of another model: {'; '.join(differences)}"
+        elif asked.missing == REFUSE:
+            yield from _check_steps({key.step for key in recording.places()}, args, asked.replay)
     except RunError as error:
         yield f"{REPLAY}: {error}"
+
+
+def _check_packs_of_megatron(args: Any, flags: str) -> Iterator[str]:
+    """Yield a problem if Megatron's own attention runs packs under context parallelism, from 0.19 on."""
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
+    packs = [name for name in ("sft", "dataloader_inter_document_masking") if argument(args, name)]
+    if packs and (argument(args, "context_parallel_size") or 1) > 1 and Version(release) >= Version("0.19"):
+        yield (
+            f"{flags}: Megatron-core {release} attends itself to packs of --{packs[0].replace('_', '-')} "
+            "under context parallelism; use --context-parallel-size 1, or --pack-documents in place of it"
+        )
+
+
+def _check_steps(recorded: set[int], args: Any, folder: Path) -> Iterator[str]:
+    """Yield a problem if a job would end at a step that is not recorded."""
+    last = argument(args, "train_iters")
+    if not (recorded and last) or argument(args, "exit_interval") or argument(args, "exit_duration_in_mins"):
+        return
+    # A job that goes on from a checkpoint may begin at the first recorded step.
+    skipped = set(argument(args, "iterations_to_skip") or ())
+    missing = set(range(min(recorded), last + 1)) - recorded - skipped
+    if missing:
+        yield (
+            f"{REPLAY} {folder} has no step {min(missing)}, and the job trains to {last}; set --train-iters "
+            f"{min(missing) - 1}, or add --dsa-replay-missing select"
+        )
 
 
 _FLAGS = (

@@ -380,7 +380,8 @@ class Steps(pipeline_steps.Follower):
         if self._options.record is not None and not self._has_begun:
             self._has_begun = True
             recorder = Recorder(self._options, self._model(), dist.get_rank(), self._log)
-            recorder.begin(dist.get_world_size(), self.step)
+            # Not from self.step: --iterations-to-skip runs no schedule, and an older run may have recorded.
+            recorder.begin(dist.get_world_size(), min(self.step, self._loaded_step() + 1))
             # Tensor parallel ranks select the same keys: only the first one records.
             if self.megatron("core.parallel_state").get_tensor_model_parallel_rank() == 0:
                 self.recorder = recorder
@@ -388,9 +389,17 @@ class Steps(pipeline_steps.Follower):
 
     def _step_of_job(self) -> int | None:
         """Return Megatron-LM's step number, from 1; None in a job with its own training loop."""
-        variables = sys.modules.get(f"{self.megatron.root}.training.global_vars")
-        iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
+        iteration = getattr(self._args_of_job(), "curr_iteration", None)
         return None if iteration is None else int(iteration) + 1
+
+    def _loaded_step(self) -> int:
+        """Return the step of the checkpoint that the job goes on from, or the step before this one."""
+        iteration = getattr(self._args_of_job(), "iteration", None)
+        return self.step - 1 if iteration is None else int(iteration)
+
+    def _args_of_job(self) -> Any:
+        variables = sys.modules.get(f"{self.megatron.root}.training.global_vars")
+        return getattr(variables, "_GLOBAL_ARGS", None)
 
     def before(self, events: Sequence[Event]) -> None:
         """Set the current microbatch at the start of its forward."""

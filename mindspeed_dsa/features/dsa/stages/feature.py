@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.megatron import optimizer
-from mindspeed_dsa.megatron.configuration import hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, STAGES, Options, megatron_flag, uses_dsa
 from mindspeed_dsa.megatron.graphs import refuse_graphs
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 WITHOUT_LOSS = ("dense", "frozen")
@@ -55,6 +58,22 @@ def check_stage(args: Any, options: Options) -> Iterator[str]:
     if options.warmup:
         yield from refuse_graphs(
             args, "--dsa-stage warmup", "its layers have no backward for a graph, only their indexers have"
+        )
+        yield from _check_frozen_embedding(args)
+
+
+def _check_frozen_embedding(args: Any) -> Iterator[str]:
+    """Yield a problem if Megatron sums the gradients of two copies of a frozen embedding."""
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.13"
+    is_tied = argument(args, "untie_embeddings_and_output_weights") is False
+    has_copies = (argument(args, "pipeline_model_parallel_size") or 1) > 1 and (
+        is_tied or argument(args, "mtp_num_layers")
+    )
+    if has_copies and Version(release) < Version("0.13"):
+        yield (
+            f"--dsa-stage warmup freezes the embedding, and Megatron-core {release} sums the gradients of "
+            "its copies in a pipeline with tied embeddings or multi-token prediction; use Megatron-core 0.13 "
+            "or later, or one pipeline stage"
         )
 
 

@@ -25,6 +25,7 @@ from mindspeed_dsa.features.dsa.selections.feature import (
 from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording
 from mindspeed_dsa.features.dsa.selections.record import EXIT_STATUS, Recorder
 from mindspeed_dsa.megatron.selection_source import Chosen, LayerRows, RowRun
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support import warm
 
@@ -288,6 +289,40 @@ def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
         job(dsa_replay_selections=str(tmp_path), dsa_record_selections=str(tmp_path)), None
     )
     assert "record into another one" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, None),
+        ({"train_iters": 4}, None),
+        ({"train_iters": 5}, 5),
+        ({"train_iters": 7}, 5),
+        ({"train_iters": 6, "iterations_to_skip": [5]}, None),
+        ({"train_iters": 7, "dsa_replay_missing": "select"}, None),
+        ({"train_iters": 7, "exit_interval": 4}, None),
+    ],
+)
+def test_a_recording_that_lacks_a_step_of_the_job_is_refused_before_training(tmp_path, changes, missing):
+    recorder = a_recorder(tmp_path)
+    for step in (3, 4, 6):
+        recorder.take(Key(step, 0, 1), rows(), Chosen((selection(),)))
+    recorder.close()
+    problems = list(check_selections(job(dsa_replay_selections=str(tmp_path), **changes), None))
+    assert [f"has no step {missing}, and the job trains to" in problem for problem in problems] == (
+        [] if missing is None else [True]
+    )
+
+
+@pytest.mark.parametrize(
+    ("release", "ranks", "refused"), [("0.19.0", 2, True), ("0.18.2", 2, False), ("0.19.0", 1, False)]
+)
+@pytest.mark.parametrize("packs", ["sft", "dataloader_inter_document_masking"])
+def test_packs_of_megatrons_own_attention_are_refused(monkeypatch, tmp_path, release, ranks, refused, packs):
+    monkeypatch.setattr(versions, "of_megatron", lambda root: release)
+    args = job(dsa_record_selections=str(tmp_path), context_parallel_size=ranks, **{packs: True})
+    problems = list(check_selections(args, None))
+    assert any("attends itself to packs" in problem for problem in problems) is refused
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -127,3 +128,20 @@ def test_a_step_that_fails_leaves_no_microbatch(selections, forward_only):
         run(steps, fail, forward_only=forward_only)
     assert current().microbatch is None
     assert not steps.following
+
+
+def test_steps_that_the_job_skips_are_removed_from_an_older_recording(selections, monkeypatch, tmp_path):
+    """Megatron-LM calls no schedule for --iterations-to-skip: the first call is that of step 5."""
+    older = selections(record=tmp_path)
+    older.begins({})
+    for step in (2, 3, 4):
+        older.recorder.take(Key(step, 0, 1), rows(), Chosen((selection(),)))
+    older.recorder.close()
+    args = SimpleNamespace(curr_iteration=4, iteration=2)
+    variables = SimpleNamespace(_GLOBAL_ARGS=args)
+    monkeypatch.setitem(sys.modules, "no_such_megatron.training.global_vars", variables)
+    newer = selections(record=tmp_path)
+    newer.begins({})
+    newer.recorder.take(Key(5, 0, 1), rows(), Chosen((selection(),)))
+    newer.recorder.close()
+    assert [key.step for key in Recording.open(tmp_path).places()] == [2, 5]

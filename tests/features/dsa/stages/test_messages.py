@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa.features.dsa.stages import layers
-from mindspeed_dsa.features.dsa.stages.feature import drop_loss
+from mindspeed_dsa.features.dsa.stages import feature, layers
+from mindspeed_dsa.features.dsa.stages.feature import check_stage, drop_loss
+from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.patches import SettingsError
 
 CASES = "tests.features.dsa.stages.jobs_by_stage"
@@ -67,3 +68,23 @@ def test_weight_decay_of_indexers_without_a_loss_is_said(pool: Any) -> None:
 def test_a_state_dict_with_an_indexer_too_many_is_refused(pool: Any) -> None:
     (error,) = pool.run(f"{CASES}:error_of_state_dict", 1)
     assert "no indexer in layer 2" in error
+
+
+@pytest.mark.parametrize(
+    ("release", "model", "refused"),
+    [
+        ("0.12.1", {"untie_embeddings_and_output_weights": False}, True),
+        ("0.12.1", {"mtp_num_layers": 1}, True),
+        ("0.12.1", {"untie_embeddings_and_output_weights": True}, False),
+        ("0.12.1", {"mtp_num_layers": 1, "pipeline_model_parallel_size": 1}, False),
+        ("0.13.0", {"mtp_num_layers": 1}, False),
+    ],
+)
+def test_copies_of_a_frozen_embedding_need_a_release_that_sums_no_gradients(
+    monkeypatch: pytest.MonkeyPatch, release: str, model: dict[str, Any], refused: bool
+) -> None:
+    monkeypatch.setattr(feature.versions, "of_megatron", lambda root: release)
+    for stage, expected in (("warmup", refused), ("sparse", False)):
+        args = SimpleNamespace(**{"dsa_stage": stage, "pipeline_model_parallel_size": 2, **model})
+        problems = list(check_stage(args, Options.of(args)))
+        assert any("sums the gradients of its copies" in problem for problem in problems) is expected
