@@ -57,6 +57,7 @@ def require_weights(original: Callable[..., Any], context: Context[Load]) -> Cal
     """Decorate ``setup_model_and_optimizer`` to fail if the model was built without loading weights."""
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        context.state(_Once).done = False  # --inprocess-restart sets up a job again in the same process
         result = original(*args, **kwargs)
         if not context.state(_Once).done:
             show_without_traceback()
@@ -71,7 +72,7 @@ def require_weights(original: Callable[..., Any], context: Context[Load]) -> Cal
 
 
 class _Once:
-    """Session state that records whether the weights were loaded."""
+    """Session state that records whether the weights of the job's model were loaded."""
 
     def __init__(self, context: Context[Load]) -> None:
         self.done = False

@@ -59,7 +59,11 @@ def save_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
             return original(iteration, *args, **kwargs)
         name = name_of(None if kwargs.get("release") else int(iteration))
         retain = None if temporary else getattr(job, "save_retain_interval", None)
-        save = begin(_folder(job, temporary), name, work, retain)
+        folder = _folder(job, temporary)
+        if folder / name in work.unfinished:
+            # Megatron saves a step again where the number of microbatches changes.
+            context.megatron("training.async_utils").maybe_finalize_async_save(blocking=True)
+        save = begin(folder, name, work, retain)
         work.saving = save
         work.choices.clear()
         try:
@@ -142,6 +146,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
     """Return Megatron's ``AsyncRequest``, extended to write the manifest when the save is finalized."""
+    work.unfinished.add(save.path)
     request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
@@ -184,6 +189,7 @@ def end_writer(original: Callable[..., Any], context: Context[Options]) -> Calla
 def finish(save: Save, work: Work) -> None:
     """Write the manifest of a save; with ``--verify-checkpoint`` the ranks divide the checksum work."""
     who = f"{work.context.feature}: {save.path} cannot be written"
+    work.unfinished.discard(save.path)
     summed: dict[str, Entry] = {}
     if work.context.options.verify:
         # Largest files first, dealt out round robin.

@@ -54,12 +54,14 @@ class Work:
         saving: checkpoint being saved, while Megatron's ``save_checkpoint`` runs; ``None`` otherwise.
         choices: dict from (folder, ``--ckpt-step``) to the checkpoint to load.
         job: name of the job in manifests.
+        unfinished: folders that asynchronous saves still write.
     """
 
     context: Context[Options]
     saving: Save | None = None
     choices: dict[tuple[Path, int | None], Choice] = field(default_factory=dict)
     job: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    unfinished: set[Path] = field(default_factory=set)
     _locks: dict[Path, Sole] = field(default_factory=dict)
 
     def lock(self, folder: Path) -> None:

@@ -132,6 +132,11 @@ def test_a_model_that_nobody_has_filled_is_an_error(
     setup = loading.require_weights(build, context)
     if built:
         assert setup() == ["model"], "its checkpoint is read later"
+        (tmp_path / TRACKER).unlink()
+        filled = []
+        monkeypatch.setattr(loading, "load", lambda chunks, *_: filled.append(chunks))
+        assert setup() == ["model"], "--inprocess-restart, before the first checkpoint"
+        assert filled == [["model"]]
     else:
         with pytest.raises(RunError, match="weights import, and name the checkpoint in --load"):
             setup()

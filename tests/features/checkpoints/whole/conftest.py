@@ -47,6 +47,11 @@ FILES = {
                 request.async_fn(*request.async_fn_args)
             for function in request.finalize_fns:
                 function()
+
+
+        def maybe_finalize_async_save(blocking=False):
+            while blocking and QUEUE:
+                finalize()
         """,
     "training/checkpointing.py": """
         import os

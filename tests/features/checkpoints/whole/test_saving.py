@@ -144,6 +144,17 @@ def test_a_checkpoint_that_is_written_again_in_the_background_is_not_whole_until
     assert job.load() == "iter_0000006"
 
 
+def test_a_step_that_is_saved_again_waits_for_its_first_save(job: Job) -> None:
+    """Megatron saves a step twice where the number of microbatches changes."""
+    job.args.async_save = True
+    job.save(3)
+    job.save(3)
+    job.async_utils.finalize()
+    assert not job.async_utils.QUEUE
+    assert state_of(job.folder, 3, contents=True).damage == ""
+    assert job.load() == "iter_0000003"
+
+
 def test_a_first_checkpoint_that_is_killed_twice_stops_no_job(job: Job) -> None:
     job.args.async_save = True
     for _ in range(2):
