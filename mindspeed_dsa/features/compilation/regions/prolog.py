@@ -87,6 +87,8 @@ def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]
 def _why_not(layer: Any) -> str | None:
     """Return a setting of the layer that the compiled graphs do not support, or None."""
     config = layer.config
+    if not hasattr(layer, "linear_kv_down_proj"):
+        return "its down-projections are one product"  # --mla-down-proj-fusion
     for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
         if getattr(config, name, None):
             return f"{name} is on"
@@ -188,8 +190,12 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
     """Run the compiled prolog of unabsorbed attention; return None if the layer is not supported."""
     if not regions.usable(hidden):
         return None
-    layer = _Layer(module, megatron)
-    if (reason := _why_not(module) or layer.why_not()) is not None:
+    # Asked first: layers that are not supported may lack what _Layer collects.
+    reason = _why_not(module)
+    if reason is None:
+        layer = _Layer(module, megatron)
+        reason = layer.why_not()
+    if reason is not None:
         regions.declined(PROLOG, reason)
         return None
     sizes = layer.sizes
@@ -224,8 +230,10 @@ def _absorbed(
     """Run the compiled prolog of absorbed attention; see ``CompiledSteps.prolog``."""
     if not regions.usable(hidden):
         return None
-    layer, config = _Layer(module, megatron), module.config
-    reason = _why_not(module) or layer.why_not()
+    config, reason = module.config, _why_not(module)
+    if reason is None:
+        layer = _Layer(module, megatron)
+        reason = layer.why_not()
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         reason = reason or "tensor parallel ranks sum its gradients without sequence parallelism"
     if reason is not None:

@@ -141,6 +141,12 @@ class _Beside(SharedOutput):
         return self._started.wait()[0]
 
 
+def _shares_buffer(config: Any) -> bool:
+    """Return whether dispatcher and linear layers gather rows into the same global buffer of Megatron."""
+    splits_rows = config.sequence_parallel and config.tensor_model_parallel_size > 1
+    return bool(splits_rows and config.moe_token_dispatcher_type == "allgather")
+
+
 def compute_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MoELayer.shared_experts_compute``: start it on the second stream, and return at once."""
 
@@ -156,6 +162,8 @@ def compute_beside(original: Callable[..., Any], context: Context[Options]) -> C
         reason = None
         if context.options.overlaps_tp and self.config.tensor_model_parallel_size > 1:
             reason = "overlapped tensor parallel communication has buffers for one stream"
+        elif _shares_buffer(self.config):
+            reason = "the allgather dispatcher and sequence parallel layers share a buffer for one stream"
         elif second_stream.gathers_for_itself(self.shared_experts):
             reason = "FSDP2 gathers its weights by themselves"
         if reason is not None:

@@ -4,8 +4,12 @@ message.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
+from mindspeed_dsa.features.compilation.regions import prolog
 from tests.features.memory.pairs import FEATURES as MEMORY
 from tests.support import third_party
 from tests.support.memory_events import BESIDE, EVENTS, REGIONS
@@ -149,3 +153,12 @@ def test_training_after_an_evaluation_in_inference_mode(pool):
         for each in ({}, ON)
     )
     torch.testing.assert_close(on[0], off[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("run", [prolog._by_head, prolog._absorbed])
+def test_down_projections_that_are_one_product_are_declined(run):
+    """Megatron's FusedMLASelfAttention, of --mla-down-proj-fusion, has neither of the two."""
+    config = SimpleNamespace(tensor_model_parallel_size=1, q_lora_rank=4)
+    layer, regions = SimpleNamespace(config=config, linear_qkv_down_proj=None), mock.Mock()
+    assert run(regions, None, layer, torch.ones(2), *[None] * (run is prolog._absorbed)) is None
+    regions.declined.assert_called_once_with(prolog.PROLOG, "its down-projections are one product")

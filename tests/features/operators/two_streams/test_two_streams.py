@@ -275,3 +275,33 @@ def test_refusals(given, said):
     found = list(feature.problems(SimpleNamespace(**given)))
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_turn"),
+    [
+        ({}, True),
+        ({"moe_token_dispatcher_type": "alltoall"}, False),
+        ({"sequence_parallel": False}, False),
+        ({"tensor_model_parallel_size": 1}, False),
+    ],
+)
+def test_a_shared_expert_runs_in_its_turn_where_it_shares_a_buffer_with_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], in_turn: bool
+) -> None:
+    config = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    config |= {"moe_token_dispatcher_type": "allgather", **sizes}
+    experts = torch.nn.Linear(2, 2)
+    layer = SimpleNamespace(
+        use_shared_expert=True,
+        shared_expert_overlap=False,
+        shared_experts=experts,
+        config=SimpleNamespace(**config),
+    )
+    monkeypatch.setattr(beside, "_is_worth", lambda *_: True)
+    started = mock.Mock()
+    monkeypatch.setattr(second_stream, "start", started)
+    options = SimpleNamespace(streams=SimpleNamespace(shared_elsewhere=None), overlaps_tp=False)
+    run = beside.compute_beside(lambda self, states: "in its turn", context("two-streams", options))
+    assert (run(layer, torch.ones(2)) == "in its turn") is in_turn
+    assert started.called is not in_turn
