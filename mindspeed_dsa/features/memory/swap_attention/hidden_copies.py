@@ -210,13 +210,21 @@ class Choice(pipeline_steps.Follower):
         self.pass_of_output: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._most_bytes = context.options.most_bytes
         self._on_host = 0
-        self._step = 0
+        self._step = self._microbatches = 0
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count a training step that begins; after the measured step, set the limit of every layer."""
+        """Count a training step that begins; after the measured step, set the limit of every layer.
+
+        A later step with more microbatches is measured again, as more of them may be in flight.
+        """
         self._step += 1
+        microbatches = step.get("num_microbatches", 0)
         if self._measures and self._step == _MEASURED_STEP + 1:
             self._decide()
+        if self._step <= _MEASURED_STEP:
+            self._microbatches = microbatches
+        elif microbatches > self._microbatches:
+            self._step, self._microbatches = _MEASURED_STEP, microbatches
         return False
 
     def starts(self, layer: Any, layer_pass: Any) -> tuple[int | None, Clock | None]:

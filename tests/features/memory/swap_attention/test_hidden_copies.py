@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mindspeed_dsa.features.memory.swap_attention.hidden_copies import (
+    Choice,
     Clock,
     Copies,
     OfLayer,
@@ -19,6 +21,7 @@ from mindspeed_dsa.features.memory.swap_attention.hidden_copies import (
     keep_within,
 )
 from tests.features.memory.swap_attention.test_swap_attention import ON, assert_same_gradients, run
+from tests.support.contexts import context
 
 AUTO = {**ON, "swap_attention": "auto"}
 
@@ -114,6 +117,17 @@ def test_passes_that_the_bound_cut_short_decide_nothing():
     layer = OfLayer("layer 2", clocks=[cut])
     layer.decide(asynchronous=True)
     assert layer.limit is None
+
+
+def test_a_step_with_more_microbatches_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[int] = []
+    number = 0
+    choice = Choice(context("swap-attention", SimpleNamespace(measures=True, most_bytes=None)))
+    monkeypatch.setattr(choice, "_decide", lambda: decided.append(number))
+    for microbatches in [2, 2, 2, 2, 4, 4, 2, 4, 8, 8]:
+        number += 1
+        choice.begins({"num_microbatches": microbatches})
+    assert decided == [3, 6, 10]
 
 
 def steps(pool: Any, switches: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:

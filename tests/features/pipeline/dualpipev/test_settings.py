@@ -101,6 +101,10 @@ def test_what_is_served():
         ({"overlap_moe_expert_parallel_comm": True}, "use --moe-fb-overlap in place of"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        (
+            {"iterations_to_skip": [5]},
+            "--iterations-to-skip, which reads batches",
+        ),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"dist_ckpt_optim_fully_reshardable": False}, "add --dist-ckpt-optim-fully-reshardable"),
