@@ -194,12 +194,13 @@ AREAS: dict[str, tuple[Row, ...]] = {
             "--hybrid-context-parallel",
         ),
         _row(
-            """--decrease-batch-size-if-needed --phase-transition-iterations --iterations-to-skip
-            --skip-train --eval-iters --eval-interval --full-validation --multiple-validation-sets
-            --start-eval-at-iter --train-sync-interval --empty-unused-memory-level""",
+            """--decrease-batch-size-if-needed --phase-transition-iterations --skip-train --eval-iters
+            --eval-interval --full-validation --multiple-validation-sets --start-eval-at-iter
+            --train-sync-interval --empty-unused-memory-level""",
             UNAFFECTED,
             "Megatron's training loop",
         ),
+        _row("--iterations-to-skip", UNAFFECTED, "Megatron's training loop", "--iterations-to-skip 5"),
     ),
     "Attention": (
         _of("heads"),

@@ -55,6 +55,7 @@ class Options:
 
 
 FLAG = "--moe-fb-overlap"
+_DOCUMENTS = "describes documents that Megatron-LM's script does not pass to pairs of microbatches"
 _REFUSED = {
     "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
     "delay_wgrad_compute": "computes weight gradients at other places than this does",
@@ -63,10 +64,8 @@ _REFUSED = {
     "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
-    "sft": "describes documents, which Megatron-LM's script does not pass to a schedule of pairs",
-    "dataloader_inter_document_masking": (
-        "describes documents, which Megatron-LM's script does not pass to a schedule of pairs"
-    ),
+    "sft": _DOCUMENTS,
+    "dataloader_inter_document_masking": _DOCUMENTS,
     "use_megatron_fsdp": "gathers weights by whole layers",
     "is_hybrid_model": "has a model of its own, which Megatron cannot take apart",
     "hybrid_override_pattern": "has a model of its own, which Megatron cannot take apart",

@@ -38,7 +38,7 @@ SERVED = {
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
         ({"virtual_pipeline_model_parallel_size": None}, "--num-virtual-stages-per-pipeline-rank"),
         ({"mtp_num_layers": 2}, "set --mtp-num-layers 1"),
-        ({"sft": True}, "--sft, which describes documents, which Megatron-LM's script does not pass"),
+        ({"sft": True}, "--sft, which describes documents that Megatron-LM's script does not pass"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking, which describes"),
         ({"global_batch_size": 4}, "--global-batch-size 8"),
         (
