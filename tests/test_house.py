@@ -59,8 +59,9 @@ TOTALS = {
     # 115 more: checkpoints outlive saves in their places; exports know their job and added tokens.
     # 30 more: exports to folders of other jobs are refused before training.
     # 90 more: FSDP2 checks gradients for NaN, DualPipeV logs losses of predicted tokens, seven refusals.
-    # 85 more: a second setup, save or measurement in one job, and recordings that lack steps of the job.
-    "lines": 103_905,
+    # 120 more: a second setup, save or measurement in one job, recordings that lack steps of the job, and
+    # releases of --sft.
+    "lines": 103_940,
     # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
     # --cp-shard-vocabulary, which saves memory of weights for more transfers.
     "flags": 116,

@@ -9,6 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.patches import versions
 
 GLOBAL, SCHEDULE, RAMP = "--global-batch-size", "--step-batch-size-schedule", "--rampup-batch-size"
@@ -124,16 +125,29 @@ def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
     return tuple(entries)
 
 
+def delivers_conversations(args: Any) -> bool:
+    """Return whether Megatron-LM's script passes the ends of the conversations of ``--sft`` to the model."""
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.16"
+    return bool(argument(args, "sft")) and Version(release) >= Version("0.16")
+
+
 def check_conversations(args: Any, flag: str) -> Iterator[str]:
-    """Yield a problem if Megatron-LM gives the documents of ``--sft`` to some ranks of a pipeline only."""
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.18"
+    """Yield a problem if Megatron-LM gives the ends of conversations to some ranks of a pipeline only."""
+    release = Version(versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.18")
     stages = argument(args, "pipeline_model_parallel_size") or 1
-    # Before 0.18, get_batch leaves out middle stages, and in 0.17 tensor parallel ranks of the last one.
-    if argument(args, "sft") and stages > 1 and Version(release) < Version("0.18"):
+    per_rank = 2 if is_v_shaped(args) else argument(args, "virtual_pipeline_model_parallel_size") or 1
+    splits = (argument(args, "tensor_model_parallel_size") or 1) > 1
+    remedy = ""
+    # 0.16: get_batch has packs for the first and the last chunk only.
+    if Version("0.16") <= release < Version("0.17") and stages * per_rank > 2:
+        remedy = "one pipeline stage"
+    # 0.17: all tensor parallel ranks but the first lack them, beside those of the first stage.
+    elif Version("0.17") <= release < Version("0.18") and stages > 1 and splits:
+        remedy = "one pipeline stage, or one tensor parallel rank"
+    if remedy and argument(args, "sft"):
         yield (
-            f"{flag} with --sft: in a pipeline, Megatron-LM {release} gives the ends of conversations to "
-            "some ranks only, and others would attend across them; use Megatron-LM 0.18 or later, or "
-            "--pipeline-model-parallel-size 1"
+            f"{flag} with --sft: Megatron-LM {release} gives the ends of conversations to some ranks of a "
+            f"pipeline only, and others would attend across them; use Megatron-LM 0.18 or later, or {remedy}"
         )
 
 

@@ -8,10 +8,12 @@ or an optimizer when that is built.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Check, Context
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.whole_checkpoints import tracked
 
 
 def require(context: Context[Any], check: Check, *configurations: Any) -> None:
@@ -33,6 +35,15 @@ def require(context: Context[Any], check: Check, *configurations: Any) -> None:
 def argument(args: Any, name: str) -> Any:
     """Return one of Megatron's arguments, or ``None`` if the namespace or configuration lacks it."""
     return getattr(args, name, None)
+
+
+def loaded_step(args: Any) -> int:
+    """Return the step of the checkpoint that a job goes on from; 0 if it begins anew."""
+    load = argument(args, "load")
+    if not load or argument(args, "finetune"):
+        return 0
+    reached = argument(args, "ckpt_step") or tracked(Path(load))[0]
+    return reached if isinstance(reached, int) else 0
 
 
 def hybrid_flag(args: Any) -> str:

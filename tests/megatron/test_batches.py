@@ -74,14 +74,26 @@ def test_batches_of_evaluations() -> None:
     assert of_evaluation(eval_micro_batch_size=2, eval_iters=None, full_validation=True) is not None
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.17.1", "0.18.0", None])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("release", "layout", "refused"),
+    [
+        ("0.15.3", {"pipeline_model_parallel_size": 4}, False),
+        ("0.16.1", {"pipeline_model_parallel_size": 2}, False),
+        ("0.16.1", {"pipeline_model_parallel_size": 4}, True),
+        ("0.16.1", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, True),
+        ("0.16.1", {"pipeline_model_parallel_size": 2, "schedules_method": "dualpipev"}, True),
+        ("0.17.1", {"pipeline_model_parallel_size": 4}, False),
+        ("0.17.1", {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, True),
+        ("0.17.1", {"tensor_model_parallel_size": 2}, False),
+        ("0.18.0", {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}, False),
+        (None, {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}, False),
+    ],
+)
 @pytest.mark.parametrize("sft", [True, False])
 def test_conversations_need_a_release_that_gives_them_to_all_ranks_of_a_pipeline(
-    monkeypatch: pytest.MonkeyPatch, release: str | None, stages: int, sft: bool
+    monkeypatch: pytest.MonkeyPatch, release: str | None, layout: dict[str, Any], refused: bool, sft: bool
 ) -> None:
     monkeypatch.setattr(batches.versions, "of_megatron", lambda root: release)
-    args = Namespace(sft=sft, pipeline_model_parallel_size=stages)
-    problems = list(batches.check_conversations(args, "--use-fused-dsa"))
-    refused = sft and stages == 2 and release in ("0.16.1", "0.17.1")
-    assert [f"Megatron-LM {release} gives" in problem for problem in problems] == [True] * refused
+    problems = list(batches.check_conversations(Namespace(sft=sft, **layout), "--use-fused-dsa"))
+    assert [f"Megatron-LM {release} gives" in problem for problem in problems] == [True] * (refused and sft)
+    assert batches.delivers_conversations(Namespace(sft=sft)) is (sft and release != "0.15.3")

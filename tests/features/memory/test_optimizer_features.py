@@ -271,11 +271,12 @@ def test_what_does_not_combine_is_refused_with_a_reason(case, given, said):
 
 
 def test_mapped_moments_are_not_sent_to_the_process_that_saves(monkeypatch):
-    given = arguments(VIRTUAL, async_save=True)
+    given = arguments(VIRTUAL, async_save=True, use_persistent_ckpt_worker=True)
     assert VIRTUAL.feature.problems(given) == [], "on CPUs that process is a fork"
     monkeypatch.setattr(platforms, "current", lambda: SimpleNamespace(name="cuda"))
     (problem,) = VIRTUAL.feature.problems(given)
     assert "omit --async-save" in problem
+    assert VIRTUAL.feature.problems(arguments(VIRTUAL, async_save=True)) == [], "copied before a fork"
 
 
 @pytest.mark.parametrize("case", [REUSE, SWAP], ids=str)

@@ -171,7 +171,8 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
         dim = dims % tensor.dim()
         result = PackRows.of(packed_seq_params, tensor.size(dim), group).next_rows(tensor, dim, group)
         # Megatron 0.16 divides a loss by this sum, which is 0 where a rank has masked rows only.
-        return result, result.sum().clamp(min=1)
+        total = result.sum()
+        return result, total.masked_fill(total == 0, 1)
 
     return roll_tensor
 

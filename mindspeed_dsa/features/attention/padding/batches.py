@@ -178,6 +178,6 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
         total = result.sum()
         if padding.ranks > 1:  # for token sums too, which are unused; they cannot be told from integer masks
             total = mean_over(total, group)
-        return result, total.clamp(min=1)  # the divisor of a loss that is 0 where all rows are masked
+        return result, total.masked_fill(total == 0, 1)  # it divides a loss that is 0 if all rows are masked
 
     return roll_tensor

@@ -33,9 +33,9 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import (
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, in_threads
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer, divide, write_index
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, loaded_step
 from mindspeed_dsa.runs.files import RunError, Sole, beside, delete, sync, sync_tree
-from mindspeed_dsa.runs.whole_checkpoints import iterations, name_of, tracked
+from mindspeed_dsa.runs.whole_checkpoints import iterations, name_of
 
 ORIGIN = "dsa_export.json"
 """File of an exported model that names the checkpoint, by which a job knows its own exports."""
@@ -81,11 +81,7 @@ def refusals(job: Any, folder: Path, interval: int) -> Iterator[str]:
         folder: parent folder of the exported models.
         interval: number of steps between exports; 0 exports the last checkpoint only.
     """
-    last, load = argument(job, "train_iters"), argument(job, "load")
-    start = 0
-    if load and not argument(job, "finetune"):
-        reached = argument(job, "ckpt_step") or tracked(Path(load))[0]
-        start = reached if isinstance(reached, int) else 0
+    last, start = argument(job, "train_iters"), loaded_step(job)
     end = last or math.inf
     for step in reversed(iterations(folder)):
         is_in_between = interval and step % interval == 0 and start < step < end

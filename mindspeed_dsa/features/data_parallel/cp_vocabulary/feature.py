@@ -35,7 +35,6 @@ _REFUSED = {
         "gives the ranks different numbers of tokens",
     ),
     "optimizer_cpu_offload": ("--optimizer-cpu-offload", "counts on one optimizer for all weights"),
-    "fp16": ("--fp16", "adapts a loss scale for each of the two optimizers, and the scales would differ"),
 }
 """Dict from refused argument of Megatron to its flag and the reason."""
 
@@ -57,6 +56,11 @@ def check_vocabulary(args: Any, options: None) -> Iterator[str]:
         yield (
             f"{FLAG}: --ckpt-format {argument(args, 'ckpt_format')} saves the part of one context parallel "
             "rank only; use torch_dist"
+        )
+    if argument(args, "fp16") and not argument(args, "loss_scale"):
+        yield (
+            f"{FLAG} cannot be used with --fp16 alone, which adapts a loss scale for each of the two "
+            "optimizers; add --loss-scale, or use --bf16"
         )
     if argument(args, "optimizer") not in (None, "adam", "sgd"):
         yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} is not supported; use adam or sgd"

@@ -51,7 +51,7 @@ class _Whole:
 
 
 class CheckedGradients:
-    """State of ``--check-for-nan-in-loss-and-grad``, which Megatron-LM does not pass to FSDP2's wrapper."""
+    """Argument ``check_for_nan_in_loss_and_grad``, which Megatron-LM does not pass to FSDP2's wrapper."""
 
     def __init__(self, context: Context[Options]) -> None:
         self.wanted = False
@@ -322,7 +322,13 @@ def validate_beside_experts_and_pipelines(
     # Megatron would derive from the flag.
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        context.state(CheckedGradients).wanted = bool(argument(args, "check_for_nan_in_loss_and_grad"))
+        try:
+            return validated(args, *rest, **kwargs)
+        finally:
+            # Megatron's own validation may change it.
+            context.state(CheckedGradients).wanted = bool(argument(args, "check_for_nan_in_loss_and_grad"))
+
+    def validated(args: Any, *rest: Any, **kwargs: Any) -> Any:
         alone = args.pipeline_model_parallel_size == 1 and args.expert_model_parallel_size == 1
         if alone or not getattr(args, "use_torch_fsdp2", False):
             return original(args, *rest, **kwargs)

@@ -66,7 +66,8 @@ def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> C
         group = _group(context, cp_group)
         result = rolled(tensor, dims % tensor.dim(), group, _layout(context, group))
         # Megatron 0.16 divides a loss by this sum, which is 0 where a rank has masked rows only.
-        return result, result.sum().clamp(min=1)
+        total = result.sum()
+        return result, total.masked_fill(total == 0, 1)
 
     return roll_tensor
 

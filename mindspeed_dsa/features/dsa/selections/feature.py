@@ -14,7 +14,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
-from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag, loaded_step
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
@@ -338,9 +338,12 @@ def _check_steps(recorded: set[int], args: Any, folder: Path) -> Iterator[str]:
     last = argument(args, "train_iters")
     if not (recorded and last) or argument(args, "exit_interval") or argument(args, "exit_duration_in_mins"):
         return
-    # A job that goes on from a checkpoint may begin at the first recorded step.
-    skipped = set(argument(args, "iterations_to_skip") or ())
-    missing = set(range(min(recorded), last + 1)) - recorded - skipped
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.17"
+    # Before 0.17, Megatron-LM compares with the number of steps that have been made.
+    shift = Version(release) < Version("0.17")
+    skipped = {step + shift for step in argument(args, "iterations_to_skip") or ()}
+    # A job that goes on from a checkpoint needs no earlier steps.
+    missing = set(range(max(min(recorded), loaded_step(args) + 1), last + 1)) - recorded - skipped
     if missing:
         yield (
             f"{REPLAY} {folder} has no step {min(missing)}, and the job trains to {last}; set --train-iters "

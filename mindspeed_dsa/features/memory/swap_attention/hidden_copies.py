@@ -210,7 +210,8 @@ class Choice(pipeline_steps.Follower):
         self.pass_of_output: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._most_bytes = context.options.most_bytes
         self._on_host = 0
-        self._step = self._microbatches = 0
+        self._step, self._measured, self._microbatches = 0, _MEASURED_STEP, 0
+        self._kept = 0.0  # bytes that limits keep on the device
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Count a training step that begins; after the measured step, set the limit of every layer.
@@ -219,12 +220,12 @@ class Choice(pipeline_steps.Follower):
         """
         self._step += 1
         microbatches = step.get("num_microbatches", 0)
-        if self._measures and self._step == _MEASURED_STEP + 1:
+        if self._measures and self._step == self._measured + 1:
             self._decide()
-        if self._step <= _MEASURED_STEP:
+        if self._step <= self._measured:
             self._microbatches = microbatches
         elif microbatches > self._microbatches:
-            self._step, self._microbatches = _MEASURED_STEP, microbatches
+            self._measured, self._microbatches = self._step, microbatches
         return False
 
     def starts(self, layer: Any, layer_pass: Any) -> tuple[int | None, Clock | None]:
@@ -236,7 +237,7 @@ class Choice(pipeline_steps.Follower):
         if not self._measures:
             return None, None
         record = self._layers.setdefault(layer, OfLayer(f"layer {layer.layer_number}"))
-        if self._step != _MEASURED_STEP:
+        if self._step != self._measured:
             return record.limit, None
         clock = Clock()
         record.clocks.append(clock)
@@ -268,9 +269,11 @@ class Choice(pipeline_steps.Follower):
         for layer in layers:
             if layer.limit is None:  # --swap-attention-bytes left no complete pass to measure
                 layer.limit = min(limits, default=0)
-        beyond = keep_within(layers, _room(platform))
+        # The peak contains what earlier limits have kept.
+        beyond = keep_within(layers, _room(platform) + self._kept)
+        self._kept = sum(layer.stays() for layer in layers)
         swapped = sum(sum(layer.nbytes[: layer.limit]) for layer in layers)
-        reason = f"as the copies and the computation of step {_MEASURED_STEP} allow"
+        reason = f"as the copies and the computation of step {self._measured} allow"
         if not platform.asynchronous:
             reason = f"because copies on {platform.name} are waited for, so that none is hidden"
         self._log.info(

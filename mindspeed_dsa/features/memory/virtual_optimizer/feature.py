@@ -72,11 +72,12 @@ def gibibytes(word: str | float) -> float:
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
     """Yield arguments or optimizer settings that conflict with ``--virtual-optimizer``."""
     yield from check_moved_adam(args, "--virtual-optimizer")
-    if argument(args, "async_save") and platforms.current().name == "cuda":
+    sends = argument(args, "async_save") and argument(args, "use_persistent_ckpt_worker")
+    if sends and platforms.current().name == "cuda":
         # torch shares only memory of its own allocator, and the thread that sends it drops the error.
         yield (
-            "--virtual-optimizer does not combine with --async-save: its moments cannot be sent to the "
-            "process that saves, and the job would wait forever; omit --async-save"
+            "--virtual-optimizer does not combine with --use-persistent-ckpt-worker: its moments cannot be "
+            "sent to the process that saves, and the job would wait forever; omit --async-save"
         )
     yield from check_quotas(args, options)
 

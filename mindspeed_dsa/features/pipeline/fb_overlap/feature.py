@@ -64,7 +64,6 @@ _REFUSED = {
     "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
-    "sft": _DOCUMENTS,
     "dataloader_inter_document_masking": _DOCUMENTS,
     "use_megatron_fsdp": "gathers weights by whole layers",
     "is_hybrid_model": "has a model of its own, which Megatron cannot take apart",
@@ -83,6 +82,8 @@ def check_overlap(args: Any, options: Options) -> Iterator[str]:
     yield from _check_microbatches(args)
     yield from _check_recompute(args)
     yield from check_refused(args, FLAG, _REFUSED)
+    if batches.delivers_conversations(args):
+        yield from check_refused(args, FLAG, {"sft": _DOCUMENTS})
     yield from refuse_graphs(args, FLAG, "a graph holds each transfer at a fixed place")
 
 

@@ -168,6 +168,7 @@ def test_masks_of_every_type_are_averaged_over_ranks(dtype, monkeypatch):
     result, total = rolled(torch.ones(1, 4).to(dtype), -1, -1, None)
     assert total == result.sum() / 2
     assert rolled(torch.zeros(1, 4).to(dtype), -1, -1, None)[1] == 1, "Megatron 0.16 divides by it"
+    assert rolled(torch.tensor([[0, 1, 0, 0]]).to(dtype), -1, -1, None)[1] == 0.5, "one token on two ranks"
     assert batches.roll_data(lambda *_, **__: (None, None), context)(None) == (None, None)
 
 

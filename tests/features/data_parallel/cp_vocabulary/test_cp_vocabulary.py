@@ -130,7 +130,7 @@ def test_logits_are_refused_in_words(pool):
         ({"data_parallel_random_init": True}, "cannot be used with --data-parallel-random-init"),
         ({"optimizer_cpu_offload": True}, "cannot be used with --optimizer-cpu-offload"),
         ({"ckpt_format": "torch"}, "use torch_dist"),
-        ({"fp16": True}, "cannot be used with --fp16, which adapts a loss scale"),
+        ({"fp16": True}, "adapts a loss scale for each of the two optimizers; add --loss-scale, or use"),
         ({"optimizer": "muon"}, "use adam or sgd"),
         ({"num_distributed_optimizer_instances": 2}, "omit one of them"),
     ],

@@ -292,23 +292,35 @@ def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "missing"),
+    ("release", "changes", "missing"),
     [
-        ({}, None),
-        ({"train_iters": 4}, None),
-        ({"train_iters": 5}, 5),
-        ({"train_iters": 7}, 5),
-        ({"train_iters": 6, "iterations_to_skip": [5]}, None),
-        ({"train_iters": 7, "dsa_replay_missing": "select"}, None),
-        ({"train_iters": 7, "exit_interval": 4}, None),
+        ("0.17.1", {}, None),
+        ("0.17.1", {"train_iters": 4}, None),
+        ("0.17.1", {"train_iters": 5}, 5),
+        ("0.17.1", {"train_iters": 7}, 5),
+        ("0.17.1", {"train_iters": 6, "iterations_to_skip": [5]}, None),
+        ("0.16.1", {"train_iters": 6, "iterations_to_skip": [5]}, 5),
+        ("0.16.1", {"train_iters": 6, "iterations_to_skip": [4]}, None),
+        ("0.17.1", {"train_iters": 7, "dsa_replay_missing": "select"}, None),
+        ("0.17.1", {"train_iters": 7, "exit_interval": 4}, None),
+        ("0.17.1", {"train_iters": 6, "load": "reached"}, None),
+        ("0.17.1", {"train_iters": 6, "load": "reached", "finetune": True}, 5),
+        ("0.17.1", {"train_iters": 6, "load": "reached", "ckpt_step": 4}, 5),
     ],
 )
-def test_a_recording_that_lacks_a_step_of_the_job_is_refused_before_training(tmp_path, changes, missing):
-    recorder = a_recorder(tmp_path)
+def test_a_recording_that_lacks_a_step_of_the_job_is_refused_before_training(
+    monkeypatch, tmp_path, release, changes, missing
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reached").mkdir()
+    (tmp_path / "reached" / "latest_checkpointed_iteration.txt").write_text("5")
+    monkeypatch.setattr(versions, "of_megatron", lambda root: release)
+    recorder = a_recorder(tmp_path / "recording")
     for step in (3, 4, 6):
         recorder.take(Key(step, 0, 1), rows(), Chosen((selection(),)))
     recorder.close()
-    problems = list(check_selections(job(dsa_replay_selections=str(tmp_path), **changes), None))
+    args = job(dsa_replay_selections=str(tmp_path / "recording"), **changes)
+    problems = list(check_selections(args, None))
     assert [f"has no step {missing}, and the job trains to" in problem for problem in problems] == (
         [] if missing is None else [True]
     )

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from mindspeed_dsa.features.memory.swap_attention import hidden_copies
 from mindspeed_dsa.features.memory.swap_attention.hidden_copies import (
     Choice,
     Clock,
@@ -128,6 +130,22 @@ def test_a_step_with_more_microbatches_is_measured_again(monkeypatch: pytest.Mon
         number += 1
         choice.begins({"num_microbatches": microbatches})
     assert decided == [3, 6, 10]
+
+
+def test_storages_that_were_kept_leave_their_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = Choice(context("swap-attention", SimpleNamespace(measures=True, most_bytes=None)))
+    rooms: list[float] = []
+    monkeypatch.setattr(hidden_copies, "_room", lambda platform: 100 - choice._kept)
+    monkeypatch.setattr(hidden_copies, "keep_within", lambda layers, room: rooms.append(room) or 0)
+    layer, record = torch.nn.Identity(), OfLayer("layer 1", most=2)
+    choice._layers[layer] = record
+    for _ in range(2):
+        record.clocks = [clock(10, [12], [11])]
+        choice._decide()
+    assert choice._kept == 2 * 8
+    assert rooms == [100, 100]
 
 
 def steps(pool: Any, switches: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:
