@@ -141,7 +141,7 @@ def check_conversations(args: Any, flag: str) -> Iterator[str]:
     # 0.16: get_batch has packs for the first and the last chunk only.
     if Version("0.16") <= release < Version("0.17") and stages * per_rank > 2:
         remedy = "one pipeline stage"
-    # 0.17: all tensor parallel ranks but the first lack them, beside those of the first stage.
+    # 0.17: from the second stage on, only the first tensor parallel rank has them.
     elif Version("0.17") <= release < Version("0.18") and stages > 1 and splits:
         remedy = "one pipeline stage, or one tensor parallel rank"
     if remedy and argument(args, "sft"):
