@@ -42,7 +42,8 @@ def test_logits_and_gradients_are_transformers_own(calls, name):
     rows = INPUTS["causal"]["input_ids"].numel() * 2
     assert calls == [rows] * 4  # up and down in two layers; the first one is dense
     assert close(ours, logits)
-    assert [key for key in gradients if not close(of_ours[key], gradients[key])] == []
+    # The gradient of a factor sums rows that nearly cancel: up to 1e-5 of it depend on the processor.
+    assert [key for key in gradients if not close(of_ours[key], gradients[key], 1e-4)] == []
     in_use.undo()
     assert config._experts_implementation == "grouped_mm"
     again, _ = step(model, INPUTS["causal"])
