@@ -181,6 +181,13 @@ def _forget_megatron() -> None:
     if (dsa := _loaded("transformer.experimental_attention_variant.dsa")) is not None:
         dsa.DSAIndexerLossLoggingHelper.tracker = {}
         dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    if (whole := _loaded("full_cuda_graph")) is not None:
+        for name, value in (("curr_iteration", 0), ("cuda_graph", None), ("result", None)):
+            kept = getattr(whole.FullCudaGraphWrapper, name)
+            kept.update(dict.fromkeys(kept, value))
+    if (parts := _loaded("transformer.cuda_graphs")) is not None:
+        parts._CudagraphGlobalRecord.cudagraph_created = False
+        parts._CudagraphGlobalRecord.cudagraph_record = []
     if (ours := sys.modules.get("mindspeed_dsa.features.dsa.indexer_loss")) is not None:
         ours.indexer_loss.cache_clear()
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
