@@ -29,26 +29,40 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if " " not in name])
-def test_logits_and_gradients_are_transformers_own(calls, name):
+def test_logits_are_transformers_own(calls, name):
     model = build(name)
     config = model.config.get_text_config()
     assert config._experts_implementation == "grouped_mm"
-    logits, gradients = step(model, INPUTS["causal"])
-    gradients = {key: gradient.clone() for key, gradient in gradients.items()}
+    logits, _ = step(model, INPUTS["causal"])
     assert calls == []
     in_use = apply_dsa(model)
     assert config._experts_implementation == NAME
-    ours, of_ours = step(model, INPUTS["causal"])
+    ours, _ = step(model, INPUTS["causal"])
     rows = INPUTS["causal"]["input_ids"].numel() * 2
     assert calls == [rows] * 4  # up and down in two layers; the first one is dense
     assert close(ours, logits)
-    # The gradient of a factor sums rows that nearly cancel: up to 1e-5 of it depend on the processor.
-    assert [key for key in gradients if not close(of_ours[key], gradients[key], 1e-4)] == []
     in_use.undo()
     assert config._experts_implementation == "grouped_mm"
     again, _ = step(model, INPUTS["causal"])
     assert torch.equal(again, logits)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if " " not in name])
+def test_gradients_are_those_of_transformers_loop_over_experts(calls, name):
+    # In fp64, for which grouped_mm has no product: gradients of factors sum rows that nearly cancel, so that
+    # in fp32 more than the bound depends on the processor.
+    model = build(name).double()
+    in_use = apply_dsa(model)
+    _, of_ours = step(model, INPUTS["causal"])
+    of_ours = {key: gradient.clone() for key, gradient in of_ours.items()}
+    assert len(calls) == 4
+    in_use.undo()
+    model.config.get_text_config()._experts_implementation = "eager"
+    _, gradients = step(model, INPUTS["causal"])
+    assert len(calls) == 4
+    assert of_ours.keys() == gradients.keys()
+    assert [key for key in gradients if not close(of_ours[key], gradients[key])] == []
 
 
 def test_what_was_asked_for_and_other_devices_stay(calls, monkeypatch):
