@@ -91,7 +91,7 @@ def assemble(
             TorchFullyShardedDataParallelConfig,
         )
 
-        ddp_config = TorchFullyShardedDataParallelConfig(**(ddp_options or {}))
+        ddp_config = TorchFullyShardedDataParallelConfig()
         model = TorchFullyShardedDataParallel(cfg, ddp_config, model)
     else:
         model = DistributedDataParallel(cfg, ddp_config, model)

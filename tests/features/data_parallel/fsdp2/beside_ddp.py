@@ -13,8 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE
+from mindspeed_dsa.features.data_parallel.fsdp2.wrapper import CheckedGradients
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
+from tests.support.contexts import running
 from tests.support.model import DSA_ON, gpt_model, start
 from tests.support.optimizer_job import PLAIN, assemble, load_from, master_value, save_to, state, step
 
@@ -126,7 +129,10 @@ def late_gradients() -> str:
 def undefined_gradients() -> str:
     """Return the error of a step with a weight that is NaN on rank 1."""
     start({"use_torch_fsdp2": True}, ep=2)
-    sharded = assemble(**JOB, fsdp2=True, ddp_options={"check_for_nan_in_grad": True})
+    context = running(FEATURE.name)
+    assert context is not None
+    context.state(CheckedGradients).wanted = True  # as the job's arguments say
+    sharded = assemble(**JOB, fsdp2=True)
     weight = next(param for param in sharded.model.parameters() if isinstance(param, DTensor))
     if torch.distributed.get_rank() == 1:
         local_of(weight.detach()).fill_(float("nan"))
