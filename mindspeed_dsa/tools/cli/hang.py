@@ -144,7 +144,10 @@ def _verdict(records: Sequence[Record], found: Findings) -> str:
         return "Ranks that call different collectives wait for ever: look at where their paths part."
     if not found.first:
         return "Every rank has come to what it waits for: look at the network."
-    return f"Look at rank {_list(found.first)} first: others wait for it, and it waits for nobody."
+    why = "others wait for it, and it waits for nobody"
+    if set(found.first) <= set(found.silent):
+        why = "it ended or stopped without a record"
+    return f"Look at rank {_list(found.first)} first: {why}."
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -9,8 +9,10 @@ from mindspeed_dsa.runs.collectives import Call, Group, Record
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Collectives that need tensors of the same shapes and dtypes on all ranks of the group."""
+_TIMED_OUT = ("timed out", "timeout")
 BROKEN = (
-    *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout", "which is lost"),
+    *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which is lost"),
+    *_TIMED_OUT,
     "killed by signal: terminated",  # a data loader's worker, when the launcher ends the job
 )
 """Words in errors that are the consequence of another rank's failure."""
@@ -76,13 +78,26 @@ def find(records: Sequence[Record]) -> Findings:
     # A rank whose connection broke had waited for another one.
     waiting = (inside | broken) - set(silent)
     stuck = bool(inside | ended)
-    # The culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
-    first = tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
+    # A rank may be killed while it waits in a healthy step. The launcher and broken connections then end
+    # the others, wherever these are.
+    was_healthy = bool(wrote) and all(_was_ended(by_rank[rank]) for rank in wrote)
+    killed = tuple(rank for rank in silent if rank in by_rank) if was_healthy else ()
+    # Else the culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
+    first = killed or tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
     return Findings(tuple(waits), first, failed, silent)
 
 
 def _is_broken(record: Record) -> bool:
     return any(word in record.reason.lower() for word in BROKEN)
+
+
+def _was_ended(record: Record) -> bool:
+    """Return whether a rank wrote because others had ended, and not because the job hung."""
+    return "SIGTERM" in record.reason or (_is_broken(record) and not _timed_out(record))
+
+
+def _timed_out(record: Record) -> bool:
+    return any(word in record.reason.lower() for word in _TIMED_OUT)
 
 
 def is_waiting(record: Record) -> bool:

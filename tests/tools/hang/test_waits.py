@@ -198,6 +198,33 @@ def test_the_last_calls_of_a_rank_that_wrote_nothing(tmp_path, said):
     assert len(restored.calls) == 64
 
 
+@pytest.mark.parametrize(
+    ("reason", "culprit"),
+    [
+        ("SIGTERM", 1),
+        ("rank 2: SIGTERM", 1),
+        ("failed with RuntimeError: Connection closed by peer", 1),
+        ("SIGUSR1", 0),
+        ("no collective has started or ended for 120 s", 0),
+    ],
+)
+def test_a_rank_that_is_killed_while_it_waits(tmp_path, said, reason, culprit):
+    """Rank 0 still computes when the launcher ends it. In a hang, it is what rank 1 waits for."""
+    live(tmp_path, 1, call(1), waiting(2))
+    text = said(record(0, group((0, 1), call(1)), reason=reason))
+    assert f"Look at rank {culprit} first" in text
+
+
+def test_a_time_out_after_a_hang(tmp_path, said):
+    """Rank 1 has waited for rank 0 until NCCL aborted it, and so has rank 2."""
+    live(tmp_path, 1, call(1), waiting(2))
+    text = said(
+        record(0, group((0, 1), call(1)), reason="SIGTERM", ranks=3),
+        record(2, reason="failed with DistBackendError: Watchdog caught collective timeout", ranks=3),
+    )
+    assert "Look at rank 0 first" in text
+
+
 def test_long_names_have_room():
     text = collectives.in_words(
         "g" * 40, "all_to_all", ("[1] float32",) * 99, True, None, None, 0, "n" * 999, "行" * 999
