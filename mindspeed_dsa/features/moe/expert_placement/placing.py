@@ -35,14 +35,15 @@ class _Chosen:
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context
-        self._known = False
-        self._placement: Placement | None = None
+        # In-process restarts create another world, with ranks that have built no model before.
+        self._by_world: WeakKeyDictionary[Any, Placement | None] = WeakKeyDictionary()
 
     def over(self, ranks: int) -> Placement | None:
-        """Return the placement for ``ranks`` expert parallel ranks. The first call is collective."""
-        if not self._known:
-            self._placement, self._known = _common(self._context, ranks), True
-        return self._placement
+        """Return the placement for ``ranks`` expert parallel ranks. A world's first call is collective."""
+        world = dist.group.WORLD
+        if world not in self._by_world:
+            self._by_world[world] = _common(self._context, ranks)
+        return self._by_world[world]
 
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:

@@ -82,6 +82,22 @@ def _counter(number: int, computed: dict[int, int]) -> Any:
     return count
 
 
+def join(file: str) -> Any:
+    """Let rank 0 read the placement in a world without rank 1, and both ranks in the next world."""
+    model.start({"moe_expert_placement": file}, ep=2)
+    running = session.current()
+    assert running is not None
+    placements = placing._Chosen(running.contexts["moe-expert-placement"])
+    alone, both = dist.new_group([0]), dist.group.WORLD
+    if dist.get_rank() == 0:
+        dist.GroupMember.WORLD = alone
+        try:
+            placements.over(2)
+        finally:
+            dist.GroupMember.WORLD = both
+    return placements.over(2)
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two nested structures are equal bit for bit."""
     if isinstance(left, torch.Tensor):
@@ -140,6 +156,14 @@ def test_moved_experts(pool, tmp_path):
         ]
         assert all(path.startswith(f"{owner} > ") for path in paths)
     assert any(what.count(">") == 3 for what in names)
+
+
+def test_a_reserve_rank_joins_after_an_in_process_restart(pool, tmp_path):
+    file = tmp_path / "placement.json"
+    placement = Placement(8, 2, {1: ORDER})
+    expert_placement.write(file, placement)
+    case = "tests.features.moe.expert_placement.test_layer:join"
+    assert pool.run(case, 2, file=str(file)) == [placement] * 2
 
 
 def with_weights(found: Mapping[str, Any]) -> dict[str, Any]:
