@@ -7,15 +7,19 @@ import json
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 import mindspeed_dsa
+from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.schedule_trace.feature import check_trace
+from mindspeed_dsa.features.pipeline.schedule_trace.recorder import Recorder
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import beside, recorded
 from mindspeed_dsa.schedule.events import Costs
 from mindspeed_dsa.schedule.simulate import simulate
+from tests.support import model
 from tests.support.model import losses_of
 
 LAYOUTS = {
@@ -62,6 +66,27 @@ def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
     assert "recorded" in capsys.readouterr().out
     written = json.loads((tmp_path / "json").read_text())
     assert written["figures"][0]["step_time"] == comparison.recorded.step_time
+
+
+def join(folder: str) -> list[bool]:
+    """Return which steps are recorded if rank 1 is a reserve in the first one. Runs in the pool's workers."""
+    model.start({"trace_schedule": folder, "trace_schedule_step": 2}, pp=2)
+    running = session.current()
+    assert running is not None
+    recorder = Recorder(running.contexts["schedule-trace"])
+    alone, both = dist.new_group([0]), dist.group.WORLD
+    if dist.get_rank() == 0:
+        dist.GroupMember.WORLD = alone
+        try:
+            recorder.begins({})
+        finally:
+            dist.GroupMember.WORLD = both
+    return [recorder.begins({}) for _ in range(3)]
+
+
+def test_a_reserve_rank_joins_after_an_in_process_restart(pool, tmp_path):
+    case = "tests.features.pipeline.test_schedule_trace:join"
+    assert pool.run(case, 2, folder=str(tmp_path)) == [[False, True, False]] * 2
 
 
 @pytest.fixture

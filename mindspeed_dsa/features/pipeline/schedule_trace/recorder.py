@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -26,19 +27,20 @@ class Recorder(pipeline_steps.Follower):
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
-        self._options, self._steps = context.options, 0
+        # Counted in each world: ranks that join at an in-process restart have made no step.
+        self._options, self._steps = context.options, WeakKeyDictionary[Any, int]()
         self._marks: list[tuple[Event, Any, Any]] = []
         self._start: Any = None
         self._origin: tuple[Any, float] = (None, 0.0)
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Count the step; return whether it is to be recorded. If so, synchronize all ranks first."""
-        self._steps += 1
-        if self._steps != self._options.step:
+        world = dist.group.WORLD
+        self._steps[world] = self._steps.get(world, 0) + 1
+        if self._steps[world] != self._options.step:
             return False
-        if dist.is_initialized():
-            # Aligns the ranks; the device has no earlier work after the synchronization below.
-            dist.barrier()
+        # Aligns the ranks; the device has no earlier work after the synchronization below.
+        dist.barrier()
         platforms.current().synchronize()
         self._marks, self._origin = [], (_mark(), time.time())
         return True
@@ -56,8 +58,8 @@ class Recorder(pipeline_steps.Follower):
         """Write this rank's trace file."""
         folder = self._options.folder
         folder.mkdir(parents=True, exist_ok=True)
-        text = recorded.text(self._layout(step), self._position(), self._steps, self._spans())
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        text = recorded.text(self._layout(step), self._position(), self._options.step, self._spans())
+        rank = dist.get_rank()
         files.write_atomically(folder / f"rank-{rank:05d}.json", text)
 
     def _spans(self) -> list[Span]:
