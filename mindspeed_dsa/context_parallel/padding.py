@@ -54,7 +54,7 @@ class Padding:
         block_rows = 0 if is_pack else getattr(settings, "cp_block_rows", None) or 0
         length = padded_length(tokens, ranks, parts, block_rows)
         if length > tokens:
-            release = versions.of_megatron(getattr(settings, "megatron_root", None) or "megatron")
+            release = versions.of_job(settings)
             if release is None or release not in _RELEASES:
                 length = tokens
         return cls(tokens, length, ranks, block_rows, is_pack)

@@ -127,13 +127,13 @@ def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
 
 def delivers_conversations(args: Any) -> bool:
     """Return whether Megatron-LM's script passes the ends of the conversations of ``--sft`` to the model."""
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.16"
+    release = versions.of_job(args) or "0.16"
     return bool(argument(args, "sft")) and Version(release) >= Version("0.16")
 
 
 def check_conversations(args: Any, flag: str) -> Iterator[str]:
     """Yield a problem if Megatron-LM gives the ends of conversations to some ranks of a pipeline only."""
-    release = Version(versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.18")
+    release = Version(versions.of_job(args) or "0.18")
     stages = argument(args, "pipeline_model_parallel_size") or 1
     per_rank = 2 if is_v_shaped(args) else argument(args, "virtual_pipeline_model_parallel_size") or 1
     splits = (argument(args, "tensor_model_parallel_size") or 1) > 1

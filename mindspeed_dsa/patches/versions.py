@@ -56,6 +56,11 @@ def of_megatron(root: str = "megatron") -> str | None:
     return written if version is None or not version.is_prerelease else version.base_version
 
 
+def of_job(settings: Any) -> str | None:
+    """Return :func:`of_megatron` of the package that a job's settings or arguments name."""
+    return of_megatron(getattr(settings, "megatron_root", None) or "megatron")
+
+
 def _written(root: str) -> str | None:
     """Read Megatron-core's version string from ``core/package_info.py``."""
     # The sources take precedence, because a checkout on the path hides an installed wheel, and a fork has

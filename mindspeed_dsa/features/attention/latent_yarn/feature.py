@@ -68,7 +68,7 @@ class Options:
         said = {field: getattr(settings, dest, None) for dest, field in FIELDS.items()}
         return cls(
             values={field: value for field, value in said.items() if value is not None},
-            release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
+            release=versions.of_job(settings),
         )
 
 

@@ -92,7 +92,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         )
     if argument(args, "transformer_impl") == "local" and not uses_dsa(args):
         problems += _problems_of_plain_attention(args)
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
+    release = versions.of_job(args) or "0"
     if getattr(args, "mtp_num_layers", None) and release in _WITHOUT_PACKED_ROLL:
         problems.append(
             f"multi-token prediction of Megatron-core {release} looks into the next document of a pack; "

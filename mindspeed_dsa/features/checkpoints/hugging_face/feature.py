@@ -50,7 +50,7 @@ SAVE_HF_FP8 = Flag(
 
 
 def _release(settings: Any) -> str:
-    return versions.of_megatron(getattr(settings, "megatron_root", "megatron")) or ""
+    return versions.of_job(settings) or ""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def refusals(chosen: FusedOptions) -> list[str]:
 
 def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
     """Return the messages of :func:`refusals` if this Megatron has the kernel hooks."""
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    release = versions.of_job(args)
     has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     return [*refusals(FusedOptions.of(args)), *fused_dsa.refuse_packs_in_graphs(args)] if has_hooks else ()
 

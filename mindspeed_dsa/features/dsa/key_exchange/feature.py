@@ -83,7 +83,7 @@ def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
     yield from refuse_graphs(
         args, "--context-parallel-size with DSA", "the host waits for the gather of keys", {ATTENTION}
     )
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    release = versions.of_job(args)
     if release is None or release not in _OWN_CODE:
         return
     fused = Fused.of(args)
@@ -182,7 +182,7 @@ def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
             "--cp-block-rows balances sparse attention, and the model has none; omit it or add "
             "--experimental-attention-variant dsa"
         )
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    release = versions.of_job(args)
     own_rows = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     if own_rows and not shares_keys(args, Fused.of(args)):
         yield (

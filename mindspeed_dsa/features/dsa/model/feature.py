@@ -236,7 +236,7 @@ class Options:
             fields = {name: Setting(value, source, named) for name, value in MODELS[model].items()} | fields
         return cls(
             chosen=fields,
-            release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
+            release=versions.of_job(settings),
             model=model,
         )
 

@@ -114,7 +114,7 @@ def keep_rope_unfused(args: Any) -> Sequence[str]:
     """
     if SPEC_DISPATCH.name in Options.of(args).left_out:
         return ()
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    release = versions.of_job(args)
     lacks_it = release is not None and release in SpecifierSet("<0.19", prereleases=True)
     if not (lacks_it and uses_dsa(args) and argument(args, "apply_rope_fusion")):
         return ()

@@ -324,7 +324,7 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
 
 def _check_packs_of_megatron(args: Any, flags: str) -> Iterator[str]:
     """Yield a problem if Megatron's own attention runs packs under context parallelism, from 0.19 on."""
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
+    release = versions.of_job(args) or "0"
     packs = [name for name in ("sft", "dataloader_inter_document_masking") if argument(args, name)]
     if packs and (argument(args, "context_parallel_size") or 1) > 1 and Version(release) >= Version("0.19"):
         yield (
@@ -338,7 +338,7 @@ def _check_steps(recorded: set[int], args: Any, folder: Path) -> Iterator[str]:
     last = argument(args, "train_iters")
     if not (recorded and last) or argument(args, "exit_interval") or argument(args, "exit_duration_in_mins"):
         return
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.17"
+    release = versions.of_job(args) or "0.17"
     # Before 0.17, Megatron-LM compares with the number of steps that have been made.
     shift = Version(release) < Version("0.17")
     skipped = {step + shift for step in argument(args, "iterations_to_skip") or ()}

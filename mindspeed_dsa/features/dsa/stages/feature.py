@@ -64,7 +64,7 @@ def check_stage(args: Any, options: Options) -> Iterator[str]:
 
 def _check_frozen_embedding(args: Any) -> Iterator[str]:
     """Yield a problem if Megatron sums the gradients of two copies of a frozen embedding."""
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0.13"
+    release = versions.of_job(args) or "0.13"
     is_tied = argument(args, "untie_embeddings_and_output_weights") is False
     has_copies = (argument(args, "pipeline_model_parallel_size") or 1) > 1 and (
         is_tied or argument(args, "mtp_num_layers")

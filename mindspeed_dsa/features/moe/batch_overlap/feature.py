@@ -53,7 +53,7 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings, or from arguments."""
-        release = versions.of_megatron(getattr(settings, "megatron_root", None) or "megatron")
+        release = versions.of_job(settings)
         own_loop = release is not None and SpecifierSet(OWN_LOOP, prereleases=True).contains(release)
         return cls(
             switched_on=bool(getattr(settings, "moe_batch_overlap", False)),

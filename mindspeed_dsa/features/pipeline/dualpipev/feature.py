@@ -48,7 +48,7 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings, or from arguments."""
-        release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+        release = versions.of_job(settings)
         return cls(
             places_prediction=release is None or Version(release) >= Version("0.16.0"),
             paired=bool(getattr(settings, "moe_fb_overlap", False)),

@@ -46,7 +46,7 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings, or from arguments."""
-        release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+        release = versions.of_job(settings)
         return cls(
             counts_uses=release is None or Version(release) >= Version("0.16.0"),
             streams=Streams.of(settings),
