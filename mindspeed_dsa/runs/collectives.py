@@ -22,6 +22,8 @@ from typing import Any
 from mindspeed_dsa.runs.files import RunError, write_atomically
 
 FORMAT = 2
+PAUSED = "no collective has started or ended"
+"""Reason of a record that a rank wrote after a pause."""
 _KEPT = 64
 """Number of calls kept per ring. Collectives of a group share a ring, and so do messages with the same ranks
 and tag. A hanging call is among the last ones."""
@@ -115,6 +117,7 @@ class Record:
         stacks: dict from thread name to Python source lines, from the outermost call to the innermost.
         groups: process groups that the rank has used.
         torch: file of torch's flight recorder in the same folder; empty if there is none.
+        went_on: time of the rank's last call after the record, in seconds since the epoch; 0 without one.
     """
 
     job: str
@@ -128,6 +131,7 @@ class Record:
     stacks: dict[str, list[str]]
     groups: tuple[Group, ...] = ()
     torch: str = ""
+    went_on: float = 0.0
     format: int = field(default=FORMAT)
 
 
@@ -272,31 +276,47 @@ def read(folder: Path) -> list[Record]:
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is no folder; name the one that was given to --record-collectives")
+    newest: list[Record] = []
     # Names of job folders start with the time: newest first.
-    jobs = [folder, *sorted((child for child in folder.iterdir() if child.is_dir()), reverse=True)]
-    recorded = [records for job in jobs if (records := _of_job(job))]
-    if not recorded:
+    for job in [folder, *sorted((child for child in folder.iterdir() if child.is_dir()), reverse=True)]:
+        records = _of_job(job)
+        if any(each.reason for each in records):
+            return records
+        newest = newest or records
+    if not newest:
         raise RunError(
             f"{folder} has no record of a rank (rank-00000.json and so on); train with --record-collectives "
             f"{folder}, and send SIGUSR1 to one of the job's ranks while it hangs"
         )
     # Without any written record, take the live files of the newest job.
-    return next((records for records in recorded if any(each.reason for each in records)), recorded[0])
+    return newest
 
 
 def _of_job(folder: Path) -> list[Record]:
-    """Return one record per rank: the written one, or one from the live files if they are newer."""
-    records = {record.rank: record for record in map(_live, folder.glob("live-*.json"))}
-    written = [_load(file) for file in folder.glob("rank-*.json")]
-    # A rank whose record is older than the last request went on training and did not answer.
-    asked = max((record.time for record in written), default=0.0) - _ANSWERS_WITHIN_S
-    for record in written:
-        later = records.get(record.rank)
-        if later is None or later.time <= record.time or asked <= record.time:
-            records[record.rank] = record
+    """Return one record per rank: the written one, or one from the live files if the rank has gone on."""
+    live = {record.rank: record for record in map(_live, folder.glob("live-*.json"))}
+    stacks = {rank: _at_sigterm(folder, rank) for rank in live}
+    written = {record.rank: record for record in map(_load, folder.glob("rank-*.json"))}
+    ends = [time for time, _ in stacks.values()]
+    # A rank that wrote before the last request, or before others were ended, did not answer it.
+    asked = max([record.time for record in written.values()] + ends, default=0.0) - _ANSWERS_WITHIN_S
     return [
-        records[rank] if records[rank].reason else _ended(folder, records[rank]) for rank in sorted(records)
+        _newest(written.get(rank), live.get(rank), *stacks.get(rank, (0.0, [])), asked)
+        for rank in sorted({*live, *written})
     ]
+
+
+def _newest(
+    written: Record | None, live: Record | None, ended: float, stack: list[str], asked: float
+) -> Record:
+    """Return one of a rank's two records, the later one with the stack at SIGTERM if that ended the rank."""
+    if written is not None:
+        if live is None or live.time <= written.time:  # it has stood still since
+            return written
+        if ended <= written.time and asked <= written.time:
+            return replace(written, went_on=live.time)
+    assert live is not None
+    return replace(live, reason="SIGTERM", time=ended, stacks={"main": stack}) if ended else live
 
 
 def _live(file: Path) -> Record:
@@ -311,16 +331,16 @@ def _live(file: Path) -> Record:
     return replace(record, groups=groups, place=place, time=max(last.started, last.returned or 0.0))
 
 
-def _ended(folder: Path, record: Record) -> Record:
-    """Add the stack at SIGTERM to the record, if that signal ended the rank."""
-    file = live_file(folder, record.rank).with_suffix(".SIGTERM")
+def _at_sigterm(folder: Path, rank: int) -> tuple[float, list[str]]:
+    """Return time and stack of a rank's last SIGTERM; 0 and nothing if there was none."""
+    file = live_file(folder, rank).with_suffix(".SIGTERM")
     text = file.read_text(errors="replace") if file.exists() else ""
     if not text:
-        return record
+        return 0.0, []
     frames = _FRAME.findall(text.rpartition("Stack (most")[2])
     # The stack in the file has the innermost call first.
     stack = [f"{path}:{at} {name}: {linecache.getline(path, int(at)).strip()}" for path, at, name in frames]
-    return replace(record, reason="SIGTERM", time=file.stat().st_mtime, stacks={"main": stack[::-1]})
+    return file.stat().st_mtime, stack[::-1]
 
 
 def _load(file: Path) -> Record:

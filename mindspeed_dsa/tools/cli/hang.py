@@ -78,6 +78,9 @@ def _causes(records: Sequence[Record], found: Findings) -> Iterator[str]:
         # A reason such as "rank 3: SIGTERM" means that another rank requested the record.
         if record.reason and not record.reason.startswith("rank "):
             yield f"rank {record.rank} wrote because of: {textwrap.shorten(record.reason, 160)}"
+    if later := [record.went_on for record in records if record.went_on]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(later)))
+        yield f"ranks went on after these records, until {when}: the records do not show how the job ended"
     if found.silent:
         ranks = f"rank{'s' * (len(found.silent) > 1)} {_list(found.silent)}"
         yield (
@@ -122,23 +125,17 @@ def _call(call: Call | None, record: Record) -> str:
 
 
 def _verdict(records: Sequence[Record], found: Findings) -> str:
-    # Longest wait of any rank, at the time of the last record.
-    longest = max(
-        (
-            max(record.time for record in records) - call.started
-            for wait in found.waits
-            for call in wait.arrived.values()
-            if call is not None
-        ),
-        default=0.0,
-    )
+    last = max(record.time for record in records)
+    longest = max((last - wait.since for wait in found.waits if wait.arrived), default=0.0)
     if found.failed:
         return f"It began with rank {_list(found.failed)}."
     if not found.waits and not found.first:
         return "No rank waits for another in a recorded collective: look where each of them stands."
-    # Short waits are normal, unless a rank failed or left no record.
-    failed = any(record.reason.startswith("failed") for record in records)
-    if longest < _RUNNING_S and not failed and not found.silent:
+    # Short waits are normal, unless a rank failed, paused or left no record.
+    trouble = any(
+        record.reason.startswith("failed") or collectives.PAUSED in record.reason for record in records
+    )
+    if longest < _RUNNING_S and not trouble and not found.silent:
         return f"No rank has waited for more than {_RUNNING_S:g} s: this may be a job that runs."
     if any(wait.differs for wait in found.waits):
         return "Ranks that call different collectives wait for ever: look at where their paths part."

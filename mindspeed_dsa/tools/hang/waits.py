@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,16 @@ from mindspeed_dsa.runs.collectives import Call, Group, Record
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Collectives that need tensors of the same shapes and dtypes on all ranks of the group."""
 _TIMED_OUT = ("timed out", "timeout")
-BROKEN = (
-    *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which is lost"),
-    *_TIMED_OUT,
-    "killed by signal: terminated",  # a data loader's worker, when the launcher ends the job
-)
-"""Words in errors that are the consequence of another rank's failure."""
+_BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which is lost", *_TIMED_OUT)
+"""Words in errors of collectives that are the consequence of another rank's failure."""
+_OF_COLLECTIVES = re.compile(r"failed with (RuntimeError|Dist\w*Error|LostNeighbourError):")
+"""Errors of ``torch.distributed`` and of the library; data from a network has others."""
+_DATA_LOADER = ("dataloader", "data loader")
+_WORKER_ENDED = "killed by signal: terminated"
+"""Error of a data loader whose worker was ended by the launcher, with the job."""
+_FOR_DEVICE = ("synchronize(", ".item()", ".tolist()", ".cpu()", "run_backward(")
+"""Calls in which a host waits for its device."""
+_INTERRUPTED = "KeyboardInterrupt"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Wait:
         arrived: dict from rank that has started the call to its recorded call, None if it is no longer
             recorded.
         missing: ranks that have not started the call.
+        since: time since which a rank has waited, in seconds since the epoch; later if its call is no longer
+            recorded.
         differs: description of the different calls, if ranks called different collectives.
     """
 
@@ -37,6 +44,7 @@ class Wait:
     number: int
     arrived: Mapping[int, Call | None]
     missing: tuple[int, ...]
+    since: float
     differs: str = ""
 
 
@@ -68,52 +76,71 @@ def find(records: Sequence[Record]) -> Findings:
     # A rank that was killed leaves its running file, but no reason: it is silent if others gave a reason.
     answered = wrote or by_rank.keys()
     silent = tuple(rank for rank in range(records[0].ranks) if rank not in answered)
-    ended = {rank for rank, record in by_rank.items() if _failed(record)}
-    broken = {rank for rank in ended if _is_broken(by_rank[rank])}
-    failed = tuple(rank for rank in by_rank if rank in ended - broken)
+    errors = {rank for rank, record in by_rank.items() if _failed(record)}
+    consequences = {rank for rank in errors if _is_broken(by_rank[rank])}
+    failed = tuple(rank for rank in by_rank if rank in errors - consequences)
+    if not failed and not silent:
+        # No rank was lost before a connection broke, so the first error is a cause itself.
+        broken = [by_rank[rank] for rank in consequences if not _timed_out(by_rank[rank])]
+        failed = tuple(record.rank for record in sorted(broken, key=lambda record: record.time)[:1])
     waits = [*_of_collectives(by_rank), *_of_messages(by_rank)]
-    waits.sort(key=lambda wait: _since(wait))
+    waits.sort(key=lambda wait: wait.since)
     awaited = {rank for wait in waits for rank in wait.missing}
     inside = {rank for rank, record in by_rank.items() if is_waiting(record)}
     # A rank whose connection broke had waited for another one.
-    waiting = (inside | broken) - set(silent)
-    stuck = bool(inside | ended)
-    # A rank may be killed while it waits in a healthy step. The launcher and broken connections then end
-    # the others, wherever these are.
-    was_healthy = bool(wrote) and all(_was_ended(by_rank[rank]) for rank in wrote)
-    killed = tuple(rank for rank in silent if rank in by_rank) if was_healthy else ()
-    # Else the culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
-    first = killed or tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
-    return Findings(tuple(waits), first, failed, silent)
+    waiting = (inside | consequences) - set(silent)
+    # On a device a collective returns at once, and the host waits later, for the device.
+    waiting |= {rank for wait in waits for rank in wait.arrived if _waits_for_device(by_rank[rank])}
+    # The culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
+    first = awaited - waiting or (set(silent) if inside or errors else set()) or awaited
+    # A rank may be killed while it waits in a healthy step, wherever the others are then.
+    killed = [rank for rank in silent if rank in by_rank]
+    if killed and _ended_before_a_hang(records):
+        first = set(killed)
+    return Findings(tuple(waits), tuple(sorted(first)), failed, silent)
+
+
+def _ended_before_a_hang(records: Sequence[Record]) -> bool:
+    """Return whether the launcher or a broken connection ended a rank before any rank reported a hang."""
+    ended, hung = [], [float("inf")]
+    for record in records:
+        if "SIGTERM" in record.reason or (_is_broken(record) and not _timed_out(record)):
+            ended.append(record.time)
+        elif record.reason:
+            hung.append(record.time)
+    return bool(ended) and min(ended) < min(hung)
 
 
 def _is_broken(record: Record) -> bool:
-    return any(word in record.reason.lower() for word in BROKEN)
+    reason, what = record.reason.lower(), _OF_COLLECTIVES.search(record.reason)
+    if _WORKER_ENDED in reason:
+        return True
+    return what is not None and _has(reason, _BROKEN) and not _has(reason, _DATA_LOADER)
 
 
-def _was_ended(record: Record) -> bool:
-    """Return whether a rank wrote because others had ended, and not because the job hung."""
-    return "SIGTERM" in record.reason or (_is_broken(record) and not _timed_out(record))
+def _waits_for_device(record: Record) -> bool:
+    stack = record.stacks.get("main", [])
+    return bool(stack) and _has(stack[-1], _FOR_DEVICE)
 
 
 def _timed_out(record: Record) -> bool:
-    return any(word in record.reason.lower() for word in _TIMED_OUT)
+    return _has(record.reason.lower(), _TIMED_OUT)
+
+
+def _has(text: str, words: Sequence[str]) -> bool:
+    return any(word in text for word in words)
 
 
 def is_waiting(record: Record) -> bool:
     """Return whether a rank is inside a call that waits for other ranks."""
     calls = (call for group in record.groups for call in group.calls)
-    if any(call.waits and call.returned is None for call in calls):
+    if any(call.waits and (call.returned is None or _INTERRUPTED in call.error) for call in calls):
         return True
     innermost = {thread: stack[-1] for thread, stack in record.stacks.items() if stack}
     main = innermost.pop("main", "")
     # Weights of moved experts are passed on by a thread, and the main thread waits for that.
     threads = innermost.values() if "waiter.acquire(" in main else ()
     return any(".wait(" in line for line in (main, *threads))
-
-
-def _since(wait: Wait) -> float:
-    return min((call.started for call in wait.arrived.values() if call is not None), default=0.0)
 
 
 def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[Group, dict[int, Group]]]:
@@ -137,25 +164,37 @@ def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
         least, most = min(counts.values()), max(counts.values())
         differs = _difference(entries, least)
         if differs is not None:
-            yield Wait(group, *differs)
+            call, number, arrived, text = differs
+            yield Wait(group, call, number, arrived, (), _since(entries, arrived), text)
         elif most > least:
             # The next call, least + 1, is the first that some ranks have not started.
             missing = tuple(rank for rank, count in counts.items() if count == least)
             arrived = {
                 rank: _collective(entries[rank], least + 1) for rank in entries if counts[rank] > least
             }
-            yield Wait(group, _first(arrived), least + 1, arrived, tuple(sorted((*missing, *absent))))
+            late = tuple(sorted((*missing, *absent)))
+            yield Wait(group, _first(arrived), least + 1, arrived, late, _since(entries, arrived))
         elif most and (stuck := {rank: _collective(entry, most) for rank, entry in entries.items()}):
             # All ranks started the last call: it is a wait if it has not ended on some rank.
             inside = [call for call in stuck.values() if call and call.waits and not _ended(call)]
             if inside:
-                yield Wait(group, inside[0], most, stuck, absent)
+                yield Wait(group, inside[0], most, stuck, absent, _since(entries, stuck))
             elif absent and any(is_waiting(by_rank[rank]) or _failed(by_rank[rank]) for rank in entries):
-                alone.append(Wait(group, _first(stuck), most, stuck, absent))
+                alone.append(Wait(group, _first(stuck), most, stuck, absent, _since(entries, stuck)))
     if alone:
         # Whether an asynchronous call has ended is only known when it is waited for, so only the last call
         # counts.
-        yield max(alone, key=_since)
+        yield max(alone, key=lambda wait: wait.since)
+
+
+def _since(entries: Mapping[int, Group], arrived: Mapping[int, Call | None]) -> float:
+    """Return when the first of the ranks that have come did so, at the latest."""
+    # A call that is no longer kept is older than all kept calls.
+    starts = (
+        [call.started] if call is not None else [kept.started for kept in entries[rank].calls]
+        for rank, call in arrived.items()
+    )
+    return min((start for each in starts for start in each), default=0.0)
 
 
 def _ended(call: Call) -> bool:
@@ -163,21 +202,23 @@ def _ended(call: Call) -> bool:
 
 
 def _failed(record: Record) -> bool:
-    return record.reason.startswith("failed")
+    return record.reason.startswith("failed") and _INTERRUPTED not in record.reason
 
 
 def _difference(
     known: Mapping[int, Group], least: int
-) -> tuple[Call, int, dict[int, Call | None], tuple[int, ...], str] | None:
+) -> tuple[Call, int, dict[int, Call | None], str] | None:
     """Return the group's first collective in which ranks called different functions or passed other tensors.
 
-    The result has the fields of :class:`Wait` after ``group``; None if all calls agree.
+    Returns:
+        a rank's call, its number, the calls by rank, and a description; None if all calls agree.
     """
     calls = {
         rank: {call.number: call for call in each.calls if call.source is None}
         for rank, each in known.items()
     }
-    for number in range(1, least + 1):
+    # Only the last calls are kept, of millions in a long job.
+    for number in sorted({number for by_number in calls.values() for number in by_number if number <= least}):
         same_number = {rank: by_number[number] for rank, by_number in calls.items() if number in by_number}
         if len(same_number) < 2:
             continue
@@ -187,7 +228,7 @@ def _difference(
         }
         if len(set(ways.values())) > 1:
             text = "; ".join(f"rank {rank} called {way}" for rank, way in ways.items())
-            return next(iter(same_number.values())), number, dict(same_number), (), text
+            return next(iter(same_number.values())), number, dict(same_number), text
     return None
 
 
@@ -221,7 +262,8 @@ def _of_messages(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
             # A message that is not received yet does not block its sender, unless the sender waits or failed.
             if received < sent and not (is_waiting(by_rank[here]) or _failed(by_rank[here])):
                 continue
-            yield Wait(group, call, number, {here: call}, (there,))
+            since = call.started if call is not None else _since(known_groups, {here: None})
+            yield Wait(group, call, number, {here: call}, (there,), since)
 
 
 def _message(group: Group, key: str, number: int) -> Call | None:

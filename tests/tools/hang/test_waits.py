@@ -282,3 +282,105 @@ def test_damaged_files(tmp_path, capsys, damage):
     }
     file.write_text(damaged[damage])
     assert f"{file} is cut short or no record of collectives (" in refusal(tmp_path, capsys)
+
+
+def test_a_pause_of_hours_ago_is_not_the_end(tmp_path, said):
+    """Rank 1 was killed, and the launcher ended rank 0. Both had written records in an early pause."""
+    for rank in range(2):
+        live(tmp_path, rank, call(1), call(2, started=NOW - 1 + rank / 2, returned=None if rank else NOW - 1))
+    stack = 'Stack (most recent call first):\n  File "train.py", line 7 in step\n'
+    collectives.live_file(tmp_path, 0).with_suffix(".SIGTERM").write_text(stack)
+    early = [
+        record(rank, group((0, 1), call(1)), reason=f"{collectives.PAUSED} for 120 s", time=NOW - 9000)
+        for rank in range(2)
+    ]
+    text = said(*early)
+    assert "rank 0 wrote because of: SIGTERM" in text
+    assert "rank 0 stands in after all_reduce, train.py:7 step" in text
+    assert "Look at rank 1 first: it ended or stopped without a record." in text
+
+
+def test_a_pause_before_all_were_killed(tmp_path, said):
+    for rank in range(2):
+        live(tmp_path, rank, call(1), call(2, started=NOW))
+    text = said(*(record(rank, group((0, 1), call(1)), time=NOW - 9000) for rank in range(2)))
+    assert "ranks went on after these records, until 2" in text
+
+
+def test_hosts_that_wait_for_their_devices(said):
+    """NCCL's receives have returned, and the hosts of pipeline ranks 0 to 2 wait for the next rank."""
+    names = [{"source": rank + 1, "destination": rank} for rank in range(3)]
+    waits = {"main": ["torch/cuda/__init__.py:1 synchronize: return torch._C._cuda_synchronize()"]}
+    ranks = [
+        record(
+            rank,
+            group((0, 1, 2, 3), call(1, "irecv", waits=False, **place), messages={f"{rank + 1}>{rank}#0": 1}),
+            ranks=4,
+            stacks=waits,
+        )
+        for rank, place in enumerate(names)
+    ]
+    assert "Look at rank 3 first" in said(*ranks, record(3, group((0, 1, 2, 3)), ranks=4, stacks=waits))
+
+
+def test_a_job_of_several_machines_whose_launchers_do_not_know_of_each_other(tmp_path, said):
+    """Rank 1 is killed, its launcher ends rank 0, and the other machine's ranks wait on."""
+    live(tmp_path, 1, call(1), waiting(2))
+    rest = [
+        record(rank, group((0, rank), waiting(1)), reason=f"{collectives.PAUSED} for 120 s", ranks=4)
+        for rank in (2, 3)
+    ]
+    ended = record(0, group((0, 1), call(1)), reason="SIGTERM", time=NOW - 119, ranks=4)
+    assert "Look at rank 1 first" in said(ended, *rest)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: DataLoader timed out after 60 seconds",
+        "ConnectionError: HTTPSConnectionPool: Max retries exceeded",
+        "ValueError: no file nccl/gloo.bin",
+        "RuntimeError: Connection reset by peer",
+    ],
+)
+def test_an_error_while_all_others_live_is_the_cause(said, error):
+    text = said(
+        record(0, group((0, 1), waiting(1)), reason="SIGTERM"),
+        record(1, group((0, 1)), reason=f"failed with {error}"),
+    )
+    assert "It began with rank 1." in text
+
+
+def test_ctrl_c_in_a_hang_is_no_cause(said):
+    reason = "failed with KeyboardInterrupt: "
+    text = said(
+        record(0, group((0, 1), call(1, error="KeyboardInterrupt: ")), reason=reason),
+        record(1, group((0, 1)), reason=reason),
+    )
+    assert "Look at rank 1 first" in text
+
+
+def test_a_host_far_ahead_of_a_hang(said):
+    """The call that rank 1 has not started is older than all calls that are kept."""
+    kept = [call(number, started=NOW - 90) for number in range(100, 164)]
+    text = said(
+        record(0, group((0, 1), *kept), reason=f"{collectives.PAUSED} for 120 s"),
+        record(1, group((0, 1), call(50))),
+    )
+    assert "call 51, older than what is kept" in text
+    assert "Look at rank 1 first" in text
+
+
+def test_millions_of_calls_are_compared_by_those_that_are_kept(said):
+    """A loop over all calls would take days."""
+    text = said(*(record(rank, group((0, 1), waiting(10**12))) for rank in range(2)))
+    assert "number 1000000000000 of the group" in text
+
+
+def test_a_damaged_job_of_the_past_is_not_read(tmp_path, capsys):
+    for job in "ab":
+        (tmp_path / job).mkdir()
+    collectives.record_file(tmp_path / "a", 0).write_text("{")
+    write(tmp_path / "b", record(0, job="b", ranks=1))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert "job b" in capsys.readouterr().out

@@ -72,13 +72,14 @@ def check_recording(args: Any, options: Any) -> Iterator[str]:
     if nearest.is_dir() and not os.access(nearest, os.W_OK):
         yield f"--record-collectives {folder}: {nearest} cannot be written to; name another folder"
     yield from refuse_graphs(args, "--record-collectives", "collectives of a replay pass no Python")
-    minutes = getattr(args, "distributed_timeout_minutes", None)
     # The timeout of a group kills the process, and nothing would be written.
-    if minutes and silence_s >= 60 * minutes:
-        yield (
-            f"--record-collectives-after {silence_s:g}: the groups' own time-out ends the job first "
-            f"(--distributed-timeout-minutes {minutes}); use less than {60 * minutes:g} seconds"
-        )
+    for name, factor in (("distributed_timeout_minutes", 60), ("distributed_timeout_seconds_after_init", 1)):
+        value = getattr(args, name, None)
+        if value and silence_s >= factor * value:
+            yield (
+                f"--record-collectives-after {silence_s:g}: the groups' own time-out ends the job first "
+                f"(--{name.replace('_', '-')} {value}); use less than {factor * value:g} seconds"
+            )
 
 
 _C10D = "torch.distributed.distributed_c10d"

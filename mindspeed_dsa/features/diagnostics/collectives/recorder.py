@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from itertools import count
@@ -140,7 +141,10 @@ class Recorder:
             self._watch.calls.clear(ring[0])  # it may have calls of a destroyed group
         ring[1] += 1
         self.changed = time.time()
-        text = _text(record.name, *call[1:], names.current(), *_caller())
+        name = names.current()
+        # Autograd's threads for devices do not get the main thread's name.
+        name = name if name.passes else replace(name, passes=self.passes)
+        text = _text(record.name, *call[1:], name, *_caller())
         return self._watch.calls, self._watch.calls.start(ring[0], ring[1], self.changed, text)
 
     def group(self, group: Any) -> _Group | None:

@@ -159,7 +159,7 @@ class Watch:
             self._silent_since = recorder.changed
             # A request since the last call was already answered with a record.
             if self._seen < recorder.changed * 1e9:
-                self._ask(f"no collective has started or ended for {quiet_s:.0f} s")
+                self._ask(f"{files.PAUSED} for {quiet_s:.0f} s")
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._stopped.is_set():

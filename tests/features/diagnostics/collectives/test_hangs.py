@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.features.diagnostics.collectives.feature import check_recording
+from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
+from mindspeed_dsa.parallel.names import Pass
+from mindspeed_dsa.runs import collectives as files
 from tests.features.diagnostics.collectives import late_ranks
 from tests.features.diagnostics.collectives.late_ranks import FEW, JOBS
+from tests.support import model
 from tests.support.model import losses_of
 
 FULL = pytest.mark.full
@@ -56,3 +67,36 @@ def test_the_step_is_the_same(pool, tmp_path):
             assert losses_of(with_records) == losses_of(without)
             for name, gradient in without["gradients"].items():
                 assert with_records["gradients"][name].equal(gradient), name
+
+
+def other_thread(folder: str) -> str:
+    """Return a call's name in a thread without the main thread's names. Runs in the pool's workers."""
+    model.start({"record_collectives": folder}, pp=1)
+    running = session.current()
+    assert running is not None
+    recorder = running.contexts["record-collectives"].state(Recorder)
+    recorder.passes = (Pass("backward", 3),)
+    with ThreadPoolExecutor(1) as thread, mock.patch.object(files.Calls, "start") as start:
+        thread.submit(dist.all_reduce, torch.ones(1)).result()
+    return start.call_args.args[-1].rstrip(b"\0").decode()
+
+
+def test_collectives_of_a_device_thread_have_the_microbatch(pool, tmp_path):
+    """Autograd runs a device's backward in a thread of its own."""
+    (text,) = pool.run(f"{__name__}:other_thread", 1, folder=str(tmp_path))
+    assert "microbatch 3, backward" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("distributed_timeout_minutes", 2), ("distributed_timeout_seconds_after_init", 100)]
+)
+def test_a_time_out_before_the_records_is_refused(tmp_path, name, value):
+    """120 seconds is our default."""
+    flag = f"--{name.replace('_', '-')} {value}"
+    args = argparse.Namespace(
+        record_collectives=tmp_path, record_collectives_after=None, cuda_graph_impl="none", **{name: value}
+    )
+    (problem,) = check_recording(args, None)
+    assert flag in problem
+    setattr(args, name, 600)
+    assert not list(check_recording(args, None))
