@@ -256,6 +256,7 @@ READERS = [({"qk_clip": True}, "--qk-clip"), ({"log_params_norm": True}, "--log-
         (REUSE, {"bf16": False}, "add --bf16"),
         (REUSE, {"use_precision_aware_optimizer": True}, "store_param_remainders"),
         (REUSE, {"nccl_ub": True}, "--use-nccl-ub"),
+        (REUSE, {"save_params_interval": 5, "overlap_param_gather": True}, "omit one of the two"),
         (SWAP, {"swap_optimizer_times": 0}, "use 1 or more"),
         (SWAP, {"swap_optimizer": False, "swap_optimizer_times": 8}, "no effect without --swap-optimizer"),
         (VIRTUAL, {"virtual_optimizer": ["0"]}, "above 0"),

@@ -79,6 +79,11 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
             "--calculate-per-token-loss: Megatron weighs the losses of --mtp-num-layers by the tokens of "
             f"each context parallel rank, of which padding leaves some fewer; omit it, or {INSTEAD}"
         )
+    if argument(args, "iterations_to_skip"):
+        yield (
+            "--iterations-to-skip: Megatron reads the batch of a skipped step outside of its schedule, where "
+            f"it is not padded; omit it, or {INSTEAD}"
+        )
     if argument(args, "sft"):
         yield f"--sft: its batches describe their documents, and no padding; omit it, or {INSTEAD}"
     yield from refuse_graphs(

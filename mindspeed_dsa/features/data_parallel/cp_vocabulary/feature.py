@@ -62,6 +62,17 @@ def check_vocabulary(args: Any, options: None) -> Iterator[str]:
             f"{FLAG} cannot be used with --fp16 alone, which adapts a loss scale for each of the two "
             "optimizers; add --loss-scale, or use --bf16"
         )
+    sharded = argument(args, "use_distributed_optimizer")
+    if argument(args, "log_params_norm") and not sharded:
+        yield (
+            f"{FLAG}: --log-params-norm would count the part of one context parallel rank only; add "
+            "--use-distributed-optimizer, or omit --log-params-norm"
+        )
+    if argument(args, "save_wgrads_interval") and sharded and argument(args, "overlap_grad_reduce"):
+        yield (
+            f"{FLAG}: --save-wgrads-interval would save parts of the vocabulary's gradients, which are "
+            "reduced for one rank each; omit --overlap-grad-reduce or --save-wgrads-interval"
+        )
     if argument(args, "optimizer") not in (None, "adam", "sgd"):
         yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} is not supported; use adam or sgd"
     if (argument(args, "num_distributed_optimizer_instances") or 1) > 1:

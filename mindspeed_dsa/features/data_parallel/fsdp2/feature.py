@@ -152,6 +152,11 @@ def _check_experts(args: Any, options: Options) -> Iterator[str]:
         return
     if getattr(args, "num_experts", 1) in (None, 0):
         yield f"{EXPERTS}: this model has no experts; drop the flag"
+    if argument(args, "log_params_norm") and (argument(args, "expert_model_parallel_size") or 1) > 1:
+        yield (
+            f"{EXPERTS}: --log-params-norm would count one rank's shards of experts only; omit it, or drop "
+            f"{EXPERTS}"
+        )
     if argument(args, "transformer_impl") not in (None, "local"):
         yield (
             f"{EXPERTS}: Transformer Engine's experts have their places in checkpoints by rank alone; use "

@@ -13,6 +13,7 @@ from mindspeed_dsa.features.memory.conditions import (
     check_weight_shards,
 )
 from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
@@ -50,6 +51,11 @@ def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_stored(args, _FLAG, "only a bf16 weight is the upper half of its master weight")
     yield from check_weight_shards(args, _FLAG)
+    if argument(args, "save_params_interval") and argument(args, "overlap_param_gather"):
+        yield (
+            f"{_FLAG}: --save-params-interval saves weights before --overlap-param-gather has gathered them, "
+            "and storages hold parts of master weights until then; omit one of the two"
+        )
     yield from refuse_graphs(
         args, _FLAG, "the step reads on the host which weights have no pair", {OPTIMIZER}
     )

@@ -83,6 +83,7 @@ def test_older_releases_pad_nothing(monkeypatch):
             "add --use-fused-dsa",
         ),
         ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, "--calculate-per-token-loss: Megatron"),
+        ({"iterations_to_skip": [5]}, "--iterations-to-skip: Megatron reads the batch of a skipped step"),
         ({"sft": True}, "--sft: its batches describe their documents"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -132,6 +132,11 @@ def test_logits_are_refused_in_words(pool):
         ({"ckpt_format": "torch"}, "use torch_dist"),
         ({"fp16": True}, "adapts a loss scale for each of the two optimizers; add --loss-scale, or use"),
         ({"optimizer": "muon"}, "use adam or sgd"),
+        ({"log_params_norm": True}, "add --use-distributed-optimizer, or omit --log-params-norm"),
+        (
+            {"save_wgrads_interval": 5, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+            "omit --overlap-grad-reduce or --save-wgrads-interval",
+        ),
         ({"num_distributed_optimizer_instances": 2}, "omit one of them"),
     ],
 )
@@ -141,5 +146,11 @@ def test_refused_by_name(arguments, says):
 
 
 def test_what_is_served():
-    served = {"padded_vocab_size": 128, "tensor_model_parallel_size": 4, "ckpt_format": "torch_dist"}
+    sharded = {"use_distributed_optimizer": True, "log_params_norm": True, "save_wgrads_interval": 5}
+    served = {
+        **sharded,
+        "padded_vocab_size": 128,
+        "tensor_model_parallel_size": 4,
+        "ckpt_format": "torch_dist",
+    }
     assert not FEATURE.problems(SimpleNamespace(context_parallel_size=2, optimizer="adam", **served))

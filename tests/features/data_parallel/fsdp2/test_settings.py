@@ -40,6 +40,10 @@ def problems(**arguments):
             {"use_torch_fsdp2": False, "fsdp2_shard_experts": True},
             "--fsdp2-shard-experts has no effect without",
         ),
+        (
+            {"fsdp2_shard_experts": True, "log_params_norm": True, "expert_model_parallel_size": 2},
+            "--log-params-norm would count one rank's shards of experts only",
+        ),
         ({"fsdp2_shard_experts": True, "num_experts": None}, "has no experts; drop the flag"),
         (
             {"fsdp2_shard_experts": True, "transformer_impl": "transformer_engine"},
