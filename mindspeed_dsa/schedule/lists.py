@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
@@ -61,6 +62,7 @@ def _weights_later(events: Iterable[Event], waiting: int) -> Iterator[Event]:
     yield from left
 
 
+@lru_cache(maxsize=4)  # every step asks for the same list
 def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool = False) -> Schedule:
     """Return DualPipeV: two chunks per rank, and forwards of one chunk paired with backwards of the other.
 
@@ -93,6 +95,7 @@ def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
             yield Event(Kind.WEIGHT, event.chunk, event.microbatch)
 
 
+@lru_cache(maxsize=4)
 def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
     """Return an evaluation schedule (forwards only) on DualPipeV's chunks; no bubbles after warmup.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,11 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "dualpipev_dw_detach") and argument(args, "transformer_impl") not in (None, "local"):
         yield (
             f"{DETACH} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
+        )
+    if "megatron.bridge" in sys.modules:
+        yield (
+            f"{FLAG}: Megatron-Bridge's loop reads losses on the rank where the model ends, and they are "
+            "reported on the last rank; omit it"
         )
     yield from check_chunks_of_v(args)
     yield from _check_microbatches(args)

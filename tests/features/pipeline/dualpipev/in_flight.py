@@ -7,6 +7,7 @@ indices, because Megatron's modules keep the last ones, and the job's loss mask.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mindspeed_dsa.features.pipeline.dualpipev.step import _Step
 from mindspeed_dsa.schedule.events import Kind, Schedule
 from tests.support import model
 
@@ -29,8 +31,8 @@ it.
 
 
 def run(**arguments: Any) -> dict[str, Any]:
-    """Run :func:`model.run`; also return this rank's ``counts``, and the maximum of live forwards,
-    ``most``.
+    """Run :func:`model.run`; also return this rank's ``counts``, the maximum of live forwards, ``most``, and
+    ``steps_left``, the steps that only the garbage collector would free.
     """
     live = _Live()
     train_step = model.train_step
@@ -39,9 +41,15 @@ def run(**arguments: Any) -> dict[str, Any]:
         with live.watching():
             return train_step(*args)
 
-    with mock.patch.object(model, "train_step", watched):
-        result = model.run(**arguments)
-    return {**result, "counts": live.counts(), "most": live.most()}
+    gc.collect()
+    gc.disable()  # as with --manual-gc
+    try:
+        with mock.patch.object(model, "train_step", watched):
+            result = model.run(**arguments)
+        steps_left = sum(isinstance(each, _Step) for each in gc.get_objects())
+    finally:
+        gc.enable()
+    return {**result, "counts": live.counts(), "most": live.most(), "steps_left": steps_left}
 
 
 def listed(schedule: Schedule, rank: int) -> Counts:

@@ -47,6 +47,7 @@ def assert_as_many_alive_as_listed(ranks, schedule, pp):
         rank_result = ranks[rank * len(ranks) // pp]
         assert rank_result["counts"] == in_flight.listed(schedule, rank)
         assert rank_result["most"] == kept[rank]
+        assert rank_result["steps_left"] == 0
 
 
 @pytest.mark.parametrize(

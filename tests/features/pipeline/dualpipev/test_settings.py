@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -116,6 +117,12 @@ def test_refused_in_one_sentence(arguments, words):
     (problem,) = problems(**arguments)
     assert words in problem
     assert "dualpipev" in problem
+
+
+def test_the_loop_of_megatron_bridge_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.bridge", ModuleType("megatron.bridge"))
+    (problem,) = problems()
+    assert "Megatron-Bridge's loop reads losses on the rank where the model ends" in problem
 
 
 def test_multi_token_prediction_needs_a_release_that_places_it():
