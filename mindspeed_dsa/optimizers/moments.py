@@ -68,8 +68,25 @@ class Moments:
             )
         return self.start(parameter)
 
+    def moved(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Return moments that another library has put elsewhere: state, key and preallocated tensor."""
+        return [
+            (self.optimizer.state[parameter], key, place)
+            for parameter, places in self.places.items()
+            for key, place in places.items()
+            if self.optimizer.state.get(parameter, places).get(key, place) is not place
+        ]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Copy :meth:`moved` moments back, for example after verl's ``optimizer_offload``."""
+        for state, key, place in self.moved():
+            self._write(local_of(place), local_of(state[key]))
+            state[key] = place
+
     def begin_step(self) -> None:
         """Call :meth:`begin` for all parameters with a gradient."""
+        self.take_back()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

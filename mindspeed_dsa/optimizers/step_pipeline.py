@@ -268,6 +268,9 @@ class Pipeline:
             Exception: any error of ``update``. The state is marked broken if anything was written.
         """
         self.integrity.require()
+        if self._moments.moved():
+            self.settle()
+            self._moments.take_back()
         self.prefetch()
         counters: dict[Tensor, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}

@@ -114,6 +114,7 @@ class SwappedState(StateWithMoments):
         places = {param.main: (rows[param][-2], rows[param][-1]) for param in parameters}
         super().__init__(optimizer, Moments(optimizer.optimizer, places), integrity)
         self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times, integrity)
+        self._freed = FreedStorage()
         self._gather: EarlyGather | None = None
         if _gathers_after_steps(optimizer):
             self._gather = EarlyGather(BucketOrder(optimizer).groups, self.pipeline.chunks)
@@ -147,6 +148,10 @@ class SwappedState(StateWithMoments):
 
     def step(self, call: Callable[[], bool]) -> bool:
         """Run the inner optimizer's step through the pipeline."""
+        for main in self._masters:
+            # A library that moves optimizers, such as verl, gives them memory.
+            if local_of(main).untyped_storage().nbytes() > main.element_size():
+                self._freed.free(main)
         inner = self._optimizer.optimizer
         step = partial(self.pipeline.step, inner.step)
         with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from benchmarks.memory.measure import allocations
+from mindspeed_dsa.optimizers.moments import MOMENTS
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from tests.support.optimizer_job import build, forward_backward, state, step
@@ -95,6 +96,22 @@ def changed_while_loaded(early: bool) -> dict[str, Any]:
         job.optimizer.reload_model_params()
         job.optimizer.step()
     return {"loaded": loaded > 0, **state(job)}
+
+
+def offloaded_by_verl(offloads: bool, early: bool) -> dict[str, Any]:
+    """Take steps, and between them what verl's ``optimizer_offload`` does with Megatron's optimizers."""
+    job = build(ON, distributed=True)
+    with mock.patch.object(CpuPlatform, "asynchronous", early):
+        for number in range(3):
+            step(job, number)
+            for part in job.parts if offloads else ():
+                for each in part.optimizer.state.values():
+                    each |= {key: each[key].clone() for key in MOMENTS}
+                for main in (main for group in part.shard_fp32_from_float16_groups for main in group):
+                    main.data = main.data.clone()
+        step(job, 3)
+    masters = [main for part in job.parts for group in part.shard_fp32_from_float16_groups for main in group]
+    return {"memory": sum(main.untyped_storage().nbytes() for main in masters), **state(job)}
 
 
 def loading_fails(error: type[Exception] | None, **options: Any) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
     assert early == late
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_state_that_verl_has_moved_is_taken_back(pool, early):
+    moved, kept = (
+        pool.run(f"{CASES}:offloaded_by_verl", 1, offloads=on, early=early) for on in (True, False)
+    )
+    assert moved == kept
+
+
 def test_after_a_step_that_fails_in_the_middle_only_loading_helps(pool):
     (result,) = pool.run(f"{CASES}:torn", 1)
     first, *refused = result.pop("refused")
