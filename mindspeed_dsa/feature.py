@@ -143,6 +143,7 @@ class Feature:
         doc: page in ``docs/features/``.
         platform_support: whether Megatron cannot run on the platform at all without the feature. Doctor and
             the benchmarks list these apart from features that a user switched on.
+        in_training_loop: whether the feature works only in Megatron-LM's own loop, ``megatron.training``.
         on_finalize: lazy ``"module:function"``, called with the feature's context right before the model is
             built, after all patches are verified.
         when: condition under which a feature without its own switch is on, in words.
@@ -167,6 +168,7 @@ class Feature:
     check: Check = _no_problems
     doc: str = ""
     platform_support: bool = False
+    in_training_loop: bool = False
     on_finalize: str = ""
     when: str = ""
     supplies: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -65,6 +66,25 @@ def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]
         for feature in active
         for other in feature.requires.features
         if other not in names
+    ]
+
+
+def outside_training_loop(active: Sequence[Feature], settings: Settings) -> list[str]:
+    """Return a message for every feature of Megatron-LM's loop that a job with another loop switched on."""
+    if f"{settings.megatron_root}.training" in sys.modules:
+        return []
+    explicit = settings.chosen()
+    # A loop that parses our flags, as that of examples, serves them by itself.
+    return [
+        f"{feature.name}{_switched_on_by(feature, settings)} works in Megatron-LM's own loop "
+        "(megatron.training), which this job has not imported, and would do nothing; omit it"
+        for feature in active
+        if feature.in_training_loop
+        and any(
+            explicit[flag.dest].source in ("API", "environment")
+            for flag in feature.flags
+            if flag.dest in explicit
+        )
     ]
 
 

@@ -123,6 +123,7 @@ class Session:
     def finalize(self, report_dir: str | None = None) -> None:
         """Verify every patch; see ``mindspeed_dsa.finalize``."""
         missing = checks.missing_features(self.features, self.settings)
+        missing += checks.outside_training_loop(self.features, self.settings)
         missing += [] if self._told else checks.not_passed_on(self.settings)
         if missing:
             raise SettingsError(listed("no model can be built:", missing))

@@ -161,6 +161,7 @@ LOAD = Feature(
     requires=_REQUIRES,
     options=Load.of,
     check=check_load,
+    in_training_loop=True,
     doc="load-hf.md",
     patches=(
         Patch(
@@ -196,6 +197,7 @@ SAVE = Feature(
     requires=_REQUIRES,
     options=Save.of,
     check=check_save,
+    in_training_loop=True,
     doc="load-hf.md",
     patches=(
         Patch(

@@ -150,6 +150,7 @@ FEATURE = Feature(
     active=active,
     options=Options.of,
     check=check_saves,
+    in_training_loop=True,
     on_finalize=f"{_HERE}.saving:lock_before_training",
     doc="whole-checkpoints.md",
 )

@@ -140,3 +140,13 @@ def test_a_model_that_nobody_has_filled_is_an_error(
     else:
         with pytest.raises(RunError, match="weights import, and name the checkpoint in --load"):
             setup()
+
+
+@pytest.mark.parametrize("switch", ["load_hf", "save_hf", "whole_checkpoints"])
+def test_a_loop_of_ones_own_is_told_that_nothing_would_happen(pool, tmp_path: Path, switch: str) -> None:
+    """Bridge and verl have other loops than Megatron-LM; load-hf alone would train random weights."""
+    value = True if switch == "whole_checkpoints" else str(tmp_path)
+    case = {"case": "tests.support.model:run", "switches": {switch: value}}
+    (error,) = pool.run("tests.support.model:error_of", 1, **case)
+    assert f"{switch.replace('_', '-')} (switched on by" in error
+    assert "works in Megatron-LM's own loop (megatron.training), which this job has not imported" in error
