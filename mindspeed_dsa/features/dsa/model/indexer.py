@@ -21,6 +21,7 @@ from mindspeed_dsa.features.dsa.index_projection import projection_of
 from mindspeed_dsa.features.dsa.model.feature import Options
 from mindspeed_dsa.megatron.adapters import base_of
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, norm_of_fused_layer
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 # -- rotary embedding --------------------------------------------------------------------------
 
@@ -118,6 +119,11 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
     """Decorate ``DSAIndexer.__init__`` to build the key norm with the configured epsilon and precision."""
 
     def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(config, "dsa_indexer_k_norm_fp32"):
+            raise MindSpeedDSAError(
+                f"mindspeed_dsa: {context.feature}: this model's configuration was made before "
+                "mindspeed_dsa.enable() was called, and lacks its fields; enable features before"
+            )
         k_norm = submodules.k_norm
         norm_class = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else k_norm
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import model
 from tests.support.model import SEQUENCE
 
 CASES = "tests.features.dsa.core_cases"
@@ -77,3 +78,15 @@ def test_the_norm_is_not_trained_by_the_indexer(pool):
         f"{CASES}:indexer_input", 1, switches={"dsa_indexer_normalised_query": True}, overrides=everything
     )
     assert torch.equal(host["gradient"], deepseek["gradient"])
+
+
+def configured_too_early() -> None:
+    """Build a model as slime does that loads our module by ``--spec``. Runs in the pool's workers."""
+    cfg = model.config()
+    model.start({})
+    model.gpt_model(cfg)
+
+
+def test_a_configuration_from_before_the_features_is_refused_in_words(pool):
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{__name__}:configured_too_early")
+    assert "configuration was made before mindspeed_dsa.enable() was called" in error
