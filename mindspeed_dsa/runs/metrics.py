@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs.files import RunError, write_atomically
 
 FILE = "metrics.jsonl"
@@ -34,6 +35,14 @@ def append(path: Path, record: Record) -> None:
             file.write((json.dumps(record) + "\n").encode())
     except OSError as error:  # the error of a full disk lacks the file name
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def append_or_warn(path: Path, record: Record, log: Log) -> None:
+    """Append one record; if the file cannot be written, warn once and go on: training outlives its report."""
+    try:
+        append(path, record)
+    except OSError as error:
+        log.warning("%s lacks steps: %s", path, error.strerror, once=True, ranks="all")
 
 
 def _end_line(file: IO[bytes]) -> None:

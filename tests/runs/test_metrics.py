@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
+from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import metrics
 
 
@@ -43,6 +45,16 @@ def test_records_without_an_indexer_loss_are_drawn(tmp_path: Path) -> None:
     metrics.draw(tmp_path / "loss.png", records, [{"step": 2, "heldout_loss": 1.0}], {"unigram entropy": 2.0})
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert metrics.points(records, "indexer_loss") == ([], [])
+
+
+def test_training_outlives_a_file_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder is in the file's place."""
+    for _ in range(2):
+        metrics.append_or_warn(tmp_path, {"step": 1}, Log(logging.getLogger("test of metrics")))
+    assert f"{tmp_path} lacks steps: Is a directory" in caplog.text
+    assert all(record.once for record in caplog.records)
 
 
 def torn(path: Path, *steps: int) -> bytes:

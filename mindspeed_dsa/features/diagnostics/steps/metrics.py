@@ -63,7 +63,7 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
             job = _job_args(context)
             tokens = (job.consumed_train_samples - step.samples_before) * job.seq_length
             grad_norm = arguments["grad_norm"]
-            metrics.append(
+            metrics.append_or_warn(
                 context.options.file,
                 {
                     "step": int(arguments["iteration"]),
@@ -74,6 +74,7 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
                     "step_time_s": seconds,
                     "peak_memory_bytes": peak,
                 },
+                context.log,
             )
         return result
 

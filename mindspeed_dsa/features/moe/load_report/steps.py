@@ -44,7 +44,7 @@ def record_step(context: Context[Options], step: int, writer: Any = None) -> Non
     if not layers:
         return
     record = expert_load.record(step, layers)
-    metrics.append(context.options.folder / expert_load.FILE, record)
+    metrics.append_or_warn(context.options.folder / expert_load.FILE, record, context.log)
     if writer is not None:
         _show(writer, step, record)
 
