@@ -74,7 +74,7 @@ def outside_training_loop(active: Sequence[Feature], settings: Settings) -> list
     if f"{settings.megatron_root}.training" in sys.modules:
         return []
     explicit = settings.chosen()
-    # A loop that parses our flags, as that of examples, serves them by itself.
+    # A loop that parses our flags, such as the examples', serves them by itself.
     return [
         f"{feature.name}{_switched_on_by(feature, settings)} works in Megatron-LM's own loop "
         "(megatron.training), which this job has not imported, and would do nothing; omit it"
