@@ -6,6 +6,8 @@ job, the number of its ranks and a folder. It answers each with the exit codes.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -101,6 +103,8 @@ def _fork(checkout: str, words: Sequence[str], rank: int, ranks: int, port: int,
     except BaseException:
         traceback.print_exc()
     finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()  # ends the process of Megatron's queue of written files
         sys.stdout.flush()
         os._exit(status)
 

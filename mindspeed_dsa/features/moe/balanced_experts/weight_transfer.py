@@ -197,6 +197,10 @@ class WeightTransfer:
         if self._gradients is not None:
             self._gradients.settle()
 
+    def returns_to(self, parameter: Tensor) -> bool:
+        """Return whether other ranks return a gradient of this parameter that was not taken yet."""
+        return any(weight.parameter is parameter for weight, _ in self._returned)
+
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Wait for a parameter's gradient from the other ranks, and add it to ``main_grad`` or return it.
 
@@ -229,8 +233,17 @@ class _Announce(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         transfer, parameters, ctx.parameters = ctx.transfer, ctx.parameters, ()
         transfer.collect()
-        # A parameter's hooks wait for this node, which returns no gradient where main_grad has it.
-        return None, None, *(transfer.gradient_of(parameter) for parameter in parameters)
+        return None, None, *(_gradient_of(transfer, parameter) for parameter in parameters)
+
+
+def _gradient_of(transfer: WeightTransfer, parameter: Tensor) -> Tensor | None:
+    is_returned = transfer.returns_to(parameter)
+    gradient = transfer.gradient_of(parameter)
+    if gradient is None and is_returned:
+        # main_grad has it. A parameter's hooks may run on another stream, as Megatron's do from 0.16 on, and
+        # autograd lets that stream wait for gradients that a node returns only.
+        return parameter.new_zeros(()).expand_as(parameter)
+    return gradient
 
 
 class _Wait(torch.autograd.Function):

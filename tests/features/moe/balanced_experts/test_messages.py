@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.moe.balanced_experts import chains
 from mindspeed_dsa.features.moe.balanced_experts.chains import Chains, Flow, Lane, pieces_of
+from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import _Announce
 from mindspeed_dsa.parallel import names
 
 SIZES = (70, 1, 300)
@@ -125,3 +126,25 @@ def test_pieces():
     assert pieces_of(3, 1 << 20) == 4
     assert pieces_of(63, 88 << 20) == 64
     assert pieces_of(63, 10) == 1
+
+
+class _Returned:
+    """Transfer whose gradient is in ``main_grad`` when it was taken."""
+
+    def collect(self) -> None: ...
+
+    def returns_to(self, parameter: torch.Tensor) -> bool:
+        return not parameter.main_grad.any()
+
+    def gradient_of(self, parameter: torch.Tensor) -> None:
+        parameter.main_grad += 1
+
+
+def test_a_parameters_hooks_wait_for_what_other_ranks_return():
+    """On a device autograd lets the stream of hooks wait for a gradient only."""
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    parameter.main_grad = torch.zeros(2, 3)
+    _Announce.apply(_Returned(), torch.ones(1, requires_grad=True), parameter).backward()
+    assert parameter.grad is not None
+    assert not parameter.grad.any()
+    assert parameter.main_grad.eq(1).all()
