@@ -339,7 +339,8 @@ class Pipeline:
             self._stored.record(self._storer)
 
     def _drop(self) -> None:
-        _release(self._buffers, self._loader, self._storer)
+        # After an error the step's own stream may still write a chunk that was not stored.
+        _release(self._buffers, self._loader, self._storer, platforms.current().current_stream())
         self._buffers = []
 
     @contextmanager

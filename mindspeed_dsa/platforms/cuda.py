@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -96,7 +96,7 @@ class CudaPlatform(Platform):
             return torch.empty(shape, dtype=dtype, device="cpu")
         pages = RegisteredPages(-1, nbytes)
         flat = tensor_on(pages)
-        if not pages.register(self._module.cudart(), flat.data_ptr(), self._module.synchronize):
+        if not pages.register(self._module, flat.data_ptr()):
             # torch rounds pinned memory up to a power of two anyway; this way the storage's size shows it.
             rounded = 1 << (nbytes - 1).bit_length()
             flat = torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=True)[:nbytes]
@@ -146,29 +146,31 @@ _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 class RegisteredPages(mmap.mmap):
     """Pages pinned by the CUDA runtime with their exact size; torch itself pins a power of two."""
 
-    _runtime: Any = None
+    _module: Any = None
     _address: int
+    _device: int
 
-    def register(self, runtime: Any, address: int, synchronize: Callable[[], None]) -> bool:
+    def register(self, module: Any, address: int) -> bool:
         """Pin the pages until they are unmapped.
 
         Args:
-            runtime: ``torch.cuda.cudart()``.
+            module: ``torch.cuda``.
             address: address of the pages.
-            synchronize: function that blocks until no copy is in flight, called before the pages are
-                unpinned.
 
         Returns:
             Whether the runtime could pin them.
         """
-        if int(runtime.cudaHostRegister(address, len(self), _PORTABLE_AND_MAPPED)) != 0:
+        if int(module.cudart().cudaHostRegister(address, len(self), _PORTABLE_AND_MAPPED)) != 0:
             return False
-        self._runtime, self._address, self._synchronize = runtime, address, synchronize
+        self._module, self._address, self._device = module, address, module.current_device()
         return True
 
     # __del__ rather than weakref.finalize: a weak reference's callback runs after the pages are unmapped.
     def __del__(self) -> None:
-        if self._runtime is not None and not sys.is_finalizing():
+        if self._module is None or sys.is_finalizing():
+            return
+        # The last reference may end in a thread whose current device is another one.
+        with self._module.device(self._device):
             # No copy may still use the pages when they are unpinned.
-            self._synchronize()
-            self._runtime.cudaHostUnregister(self._address)
+            self._module.synchronize()
+            self._module.cudart().cudaHostUnregister(self._address)

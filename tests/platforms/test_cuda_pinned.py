@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,13 +42,25 @@ class Cuda(CudaPlatform):
 
     def __init__(self) -> None:
         self.runtime = Runtime()
+        self.current = self.copies_run_on = 3
 
     def _synchronize(self) -> None:
-        self.runtime.idle = True
+        self.runtime.idle = self.current == self.copies_run_on
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
 
     @property
     def _module(self) -> Any:
-        return SimpleNamespace(cudart=lambda: self.runtime, synchronize=self._synchronize)
+        return SimpleNamespace(
+            cudart=lambda: self.runtime,
+            synchronize=self._synchronize,
+            current_device=lambda: self.current,
+            device=self._on,
+        )
 
 
 @pytest.fixture
@@ -61,6 +75,7 @@ def test_as_many_bytes_are_pinned_as_are_asked_for(cuda):
     assert tensor.shape == (3, 1000)
     assert cuda.runtime.pinned == {tensor.data_ptr(): 12000}
     view = tensor.fill_(1)[1:]
+    cuda.current = 0  # as in a thread of one's own, which may drop the last reference
     del tensor
     assert view.sum() == 2000
     assert len(cuda.runtime.pinned) == 1
