@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.patches.compose import depends_on
 
@@ -477,6 +478,10 @@ class _Linear(torch.autograd.Function):
         parameter, main_grad, fusion, megatron = ctx.deferred.weight, ctx.main_grad, ctx.fusion, ctx.megatron
 
         def gradient() -> Tensor | None:
+            platform = platforms.current()
+            if flat.device.type == platform.device_type:
+                # It runs on the step's stream, and `flat` may be of the second stream.
+                platform.record_stream(flat, platform.current_stream())
             whole = ranks.gather(rows)
             saved = whole.reshape(-1, whole.size(-1)).contiguous()
             total = WeightGradient(parameter, saved, main_grad, fusion, megatron)
