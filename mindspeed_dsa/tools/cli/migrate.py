@@ -77,7 +77,12 @@ def run(argv: Sequence[str]) -> int:
     if not options.scripts:
         raise SettingsError("mindspeed_dsa migrate: name a script, or ask for --flags")
     release = _release(options.megatron)
-    migrated = [scripts.migrate(Path(script), release) for script in options.scripts]
+    migrated, unread = [], []
+    for script in options.scripts:
+        try:
+            migrated.append(scripts.migrate(Path(script), release))
+        except SettingsError as error:
+            unread.append(str(error))
     records = []
     for launch_script in migrated:
         # A contradictory script must not leave a runnable translation behind.
@@ -90,6 +95,8 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps({"megatron_core": str(release or ""), "scripts": records}, indent=1))
     elif len(migrated) > 1:
         print(_summary(migrated))
+    if unread:  # the other scripts are reported all the same
+        raise SettingsError("\n".join(unread))
     if any(launch_script.translation.problems for launch_script in migrated):
         return 2
     translations = [launch_script.translation for launch_script in migrated]

@@ -14,6 +14,7 @@ _ORDER = {
     "--full-shuffle-instruction-dataset": "Megatron reads them in the order of the file: shuffle it.",
 }
 _PADDING = ("--no-pad-to-seq-lengths", "--variable-seq-lengths", "--pad-to-multiple-of")
+_HANDLER, _SLOW = "--handler-name", "--tokenizer-not-use-fast"
 _TEMPLATE = ("--prompt-type", "--prompt-type-path")
 
 
@@ -22,8 +23,9 @@ def tune(job: Job) -> None:
     if job.text(_STAGE) != "sft" or _DATA not in job:
         return
     if why := _unserved(job):
-        for flag in (_STAGE, _DATA):
-            job.is_dropped(flag, why, results=True)
+        for flag in (_STAGE, _DATA, _PACK, _NEATLY, *_PADDING):
+            if flag in job:
+                job.is_dropped(flag, why, results=True)
         return
     why = (
         "One conversation, or several that start with a system's message each, in a line of --data-path; "
@@ -43,6 +45,8 @@ def tune(job: Job) -> None:
         job.is_kept("--data-path", "unchanged", why)
     said = dict.fromkeys(_TEMPLATE, "The tokenizer's own chat template decides; compare the two.")
     said |= dict.fromkeys(_PADDING, "Padding counts in no loss, and is not seen.") | _ORDER
+    said[_HANDLER] = "Files of conversations need no handler."
+    said[_SLOW] = "Megatron's SFTTokenizer always takes the fast tokenizer; compare the two on your text."
     if _NEATLY in job:
         said |= dict.fromkeys(
             _RESETS, "Conversations of a line do not see each other, and positions restart."

@@ -87,7 +87,7 @@ def program(path: Path, script: str, fetched_by: str) -> list[str]:
         return [
             f"{script}: {take}; MindSpeed-LLM's imports MindSpeed-LLM in other lines too, and is of no use"
         ]
-    return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{LINE}`"]
+    return [f"{script}: `{LINE}` becomes its first line, in place of an import of MindSpeed's adaptor"]
 
 
 def _of_file(file: Path, take: str) -> list[str]:

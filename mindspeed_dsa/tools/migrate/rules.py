@@ -89,6 +89,14 @@ def _router(job: Job) -> None:
         job.overrides(dispatcher, made(dispatcher, "alltoall"), "Megatron's own has taken its place.")
 
 
+def _causal(job: Job) -> None:
+    """Translate the mask type ``general``, which leaves packed documents causal in an exchange of heads."""
+    causal = "--reset-attention-mask" in job and job.text("--context-parallel-algo") == "ulysses_cp_algo"
+    for flag in ("--attention-mask-type", "--cp-attention-mask-type"):
+        if causal and job.text(flag) == "general":
+            job.is_dropped(flag, "With ulysses_cp_algo it changes nothing: documents are causal.")
+
+
 def _flash_attention(job: Job) -> None:
     flag, mask = "--use-flash-attn", "--reset-attention-mask"
     if flag in job and mask in job and mask not in job.outcomes:
@@ -317,6 +325,7 @@ RULES: tuple[Callable[[Job], None], ...] = (
     tune,
     _norms,
     _documents,
+    _causal,
     _flash_attention,
     _masks,
     _chunks,

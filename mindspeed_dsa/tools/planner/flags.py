@@ -138,6 +138,7 @@ NOT_PLANNED = (
     "moe-shared-expert-overlap",
     "tp-comm-overlap",
     "rampup-batch-size",
+    "spec",
 )
 """Megatron's flags with effects on memory, transfers or time that the planner does not model."""
 EXAMPLE: Mapping[str, Any] = {

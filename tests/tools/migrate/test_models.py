@@ -155,6 +155,33 @@ def test_fine_tuning_that_is_refused_says_why(text: str, release: str, said: str
     assert said in refused["--stage"]
 
 
+def test_every_flag_of_refused_fine_tuning_has_the_reason() -> None:
+    refused = translated(f"{TUNE} --neat-pack --pack --no-pad-to-seq-lengths", "0.16.1").refused
+    assert len(refused) == 5
+    assert len({each.why for each in refused}) == 1
+
+
+def test_fine_tuning_reads_text() -> None:
+    found = translated(f"{TUNE} --tokenizer-not-use-fast --handler-name AlpacaStyle", "0.19.0")
+    why = {each.given.flag: each.why for each in found.outcomes}
+    assert "always takes the fast tokenizer" in why["--tokenizer-not-use-fast"]
+    assert "need no handler" in why["--handler-name"]
+
+
+@pytest.mark.parametrize("flag", ["--attention-mask-type", "--cp-attention-mask-type"])
+@pytest.mark.parametrize(
+    ("others", "is_refused"),
+    [
+        ("--reset-attention-mask --context-parallel-algo ulysses_cp_algo", False),
+        ("--reset-attention-mask --context-parallel-algo megatron_cp_algo", True),
+        ("--context-parallel-algo ulysses_cp_algo", True),
+    ],
+)
+def test_general_masks_are_causal_where_heads_are_exchanged(flag: str, others: str, is_refused: bool) -> None:
+    found = translated(f"--bf16 {flag} general {others} --context-parallel-size 2", "0.19.0")
+    assert (flag in [each.given.flag for each in found.refused]) == is_refused
+
+
 def test_data_of_mindspeed_llm_are_not_those_of_sft() -> None:
     found = translated(f"{TUNE} --data-path /data", "0.19.0")
     (data,) = (each for each in found.outcomes if each.given.flag == "--data-path")

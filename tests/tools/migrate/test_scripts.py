@@ -153,9 +153,18 @@ def test_a_program_that_is_not_there(script):
     assert "take Megatron-LM's own pretrain_gpt.py (`git clone --branch core_v0.19.0 " in program
     assert program.endswith("MindSpeed-LLM's imports MindSpeed-LLM in other lines too, and is of no use")
     script.write_text("torchrun mine.py --bf16\n")
-    assert (
-        scripts.migrate(script).notes[1].endswith("adaptor becomes `import mindspeed_dsa.megatron_adaptor`")
-    )
+    note = scripts.migrate(script).notes[1]
+    assert note.startswith("mine.py: `import mindspeed_dsa.megatron_adaptor` becomes its first line")
+
+
+def test_the_other_scripts_are_reported_beside_one_that_cannot_be_read(tmp_path, capsys):
+    wrapper, script = tmp_path / "wrapper.sh", tmp_path / "train.sh"
+    wrapper.write_text("ls\n")
+    script.write_text("torchrun pretrain_gpt.py --bf16\n")
+    assert main(["migrate", "--dry-run", str(wrapper), str(script)]) == 2
+    said = capsys.readouterr()
+    assert f"{script}: 1 flags" in said.out
+    assert f"{wrapper}: no command in it starts a Python script with flags" in said.err
 
 
 @pytest.mark.parametrize(
