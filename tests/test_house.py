@@ -61,9 +61,9 @@ TOTALS = {
     # 90 more: FSDP2 checks gradients for NaN, DualPipeV logs losses of predicted tokens, seven refusals.
     # 120 more: a second setup, save or measurement in one job, recordings that lack steps of the job, and
     # releases of --sft.
-    # 190 more: `hang` judges jobs that were killed, paused or on devices; state moved by verl, loops of other
+    # 250 more: `hang` judges jobs that were killed, paused or on devices; state moved by verl, loops of other
     # programs, and options of late steps.
-    "lines": 104_130,
+    "lines": 104_190,
     # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
     # --cp-shard-vocabulary, which saves memory of weights for more transfers.
     "flags": 116,

@@ -141,8 +141,8 @@ class Members:
 class _Transfer:
     """Buffers and handles of one all-gather, and of the reduce-scatter of its gradient."""
 
-    def __init__(self, members: Members, sums: Members) -> None:
-        self.members, self.sums = members, sums
+    def __init__(self, members: Members, sums: Members, is_freed: bool) -> None:
+        self.members, self.sums, self._is_freed = members, sums, is_freed
         self.local: Tensor | None = None
         self._whole: Tensor | None = None
         self._storage: Callable[[], Any] = lambda: None
@@ -201,6 +201,8 @@ class _Transfer:
         whole, self._whole = self._whole, None
         assert whole is not None
         self._storage = weakref.ref(whole.untyped_storage())
+        if self._is_freed:  # swapping must leave them alone, and asks when autograd saves them
+            saved_tensors.mark_freed(whole)
         return whole
 
     def start_sum(self, gradient: Tensor) -> None:
@@ -238,9 +240,8 @@ class _Transfer:
 
     def free(self) -> None:
         """Free the memory of the gathered rows until :meth:`start_again`."""
-        storage, local = self._storage(), self.local
-        if storage is not None and local is not None:
-            saved_tensors.mark_freed(local.new_empty(0).set_(storage))
+        storage = self._storage()
+        if storage is not None:
             storage.resize_(0)
 
     def start_again(self) -> None:
@@ -323,13 +324,16 @@ class GatheredRows:
         local: this rank's tokens, ``[rows, ...]``.
         members: ranks to gather from, with the positions of their tokens.
         sums: ranks over which the gradient is reduce-scattered; default: ``members``.
+        is_freed: whether :func:`freed_until_backward` will free the rows.
 
     Attributes:
         started: view of ``local`` that connects the two autograd nodes; only for :meth:`wait`.
     """
 
-    def __init__(self, local: Tensor, members: Members, sums: Members | None = None) -> None:
-        self._transfer = _Transfer(members, members if sums is None else sums)
+    def __init__(
+        self, local: Tensor, members: Members, sums: Members | None = None, is_freed: bool = False
+    ) -> None:
+        self._transfer = _Transfer(members, members if sums is None else sums, is_freed)
         self.started: Tensor = _Start.apply(local, self._transfer)
 
     def wait(self, started: Tensor | None = None) -> Tensor:

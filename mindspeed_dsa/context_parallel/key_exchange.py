@@ -90,9 +90,10 @@ class KeyExchange:
         group = self.strategy.group if self._everyone is None else self._everyone
         members = self.strategy.members(local.size(0) * group.size(), group)
         if not (is_replicated and self.parts > 1):
-            return GatheredRows(local, members)
+            return GatheredRows(local, members, is_freed=not self.keeps)
         # Gradients are summed over context parallel ranks only, as tensor parallel ranks have equal ones.
-        return GatheredRows(local, members, members.part(self.strategy.group, self._tensor.rank()))
+        own = members.part(self.strategy.group, self._tensor.rank())
+        return GatheredRows(local, members, own, is_freed=not self.keeps)
 
     def hand_over(self, *parts: Tensor) -> Tensor:
         """Start to all-gather the layer's key. The core attention gets it with :meth:`take`.

@@ -478,10 +478,11 @@ class _Linear(torch.autograd.Function):
         parameter, main_grad, fusion, megatron = ctx.deferred.weight, ctx.main_grad, ctx.fusion, ctx.megatron
 
         def gradient() -> Tensor | None:
+            # It runs on the step's stream, and its operands may be of the second stream.
             platform = platforms.current()
-            if flat.device.type == platform.device_type:
-                # It runs on the step's stream, and `flat` may be of the second stream.
-                platform.record_stream(flat, platform.current_stream())
+            for operand in (rows, flat):
+                if operand.device.type == platform.device_type:
+                    platform.record_stream(operand, platform.current_stream())
             whole = ranks.gather(rows)
             saved = whole.reshape(-1, whole.size(-1)).contiguous()
             total = WeightGradient(parameter, saved, main_grad, fusion, megatron)

@@ -74,16 +74,17 @@ def outside_training_loop(active: Sequence[Feature], settings: Settings) -> list
     if f"{settings.megatron_root}.training" in sys.modules:
         return []
     explicit = settings.chosen()
-    # A loop that parses our flags, such as the examples', serves them by itself.
+    # A loop that parses our flags and variables, such as the examples', serves them by itself.
     return [
         f"{feature.name}{_switched_on_by(feature, settings)} works in Megatron-LM's own loop "
-        "(megatron.training), which this job has not imported, and would do nothing; omit it"
+        "(megatron.training), which this job has not imported, and would do nothing; omit it (its page, "
+        f"docs/features/{feature.doc}, says what serves other loops)"
         for feature in active
         if feature.in_training_loop
         and any(
-            explicit[flag.dest].source in ("API", "environment")
+            explicit[flag.dest].source == "API"
             for flag in feature.flags
-            if flag.dest in explicit
+            if flag.dest in explicit and not flag.megatron
         )
     ]
 

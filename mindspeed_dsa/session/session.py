@@ -123,7 +123,6 @@ class Session:
     def finalize(self, report_dir: str | None = None) -> None:
         """Verify every patch; see ``mindspeed_dsa.finalize``."""
         missing = checks.missing_features(self.features, self.settings)
-        missing += checks.outside_training_loop(self.features, self.settings)
         missing += [] if self._told else checks.not_passed_on(self.settings)
         if missing:
             raise SettingsError(listed("no model can be built:", missing))
@@ -170,6 +169,8 @@ class Session:
             return
         if self._refused is not None:
             raise self._refused
+        if stray := checks.outside_training_loop(self.features, self.settings):
+            raise SettingsError(listed("no model can be built:", stray))
         self._finalized = True  # a finalize hook may build a model, which must not call finalize() again
         try:
             self.finalize()

@@ -14,9 +14,11 @@ from mindspeed_dsa.parallel.weight_gradients import (
     QueuedGradient,
     are_queued,
     deferred_gradient_of,
+    linear_later,
     queue_gradients,
     queued_as_now,
 )
+from tests.support.stream_order import watched
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]
 
@@ -68,3 +70,22 @@ def test_the_same_of_a_unit_whose_gradients_come_late(values, before):
     late.run()
     assert len(late) == 0
     assert same(weight.grad, expected((before, *values)))
+
+
+def test_operands_of_a_second_stream_are_kept_until_the_gradient_is_computed():
+    """The backward runs on the second stream, and the queued gradients run on the first one."""
+    weights, queue = [torch.randn(6, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)], []
+    with watched(results=True) as platform:
+        second, done = platform.new_stream(), platform.new_event()
+        with platform.use_stream(second), queue_gradients(weights, queue):
+            hidden = torch.randn(4, 8, requires_grad=True) * 2
+            for weight in weights:
+                hidden = torch.relu(linear_later(hidden, None, deferred_gradient_of(weight), None))
+            hidden.sum().backward()
+            done.record()
+        del hidden
+        platform.current_stream().wait_event(done)
+        while queue:
+            queue.pop(0).gradient()
+    assert platform.freed_early == []
+    assert platform.races == []

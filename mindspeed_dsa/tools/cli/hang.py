@@ -80,7 +80,7 @@ def _causes(records: Sequence[Record], found: Findings) -> Iterator[str]:
             yield f"rank {record.rank} wrote because of: {textwrap.shorten(record.reason, 160)}"
     if later := [record.went_on for record in records if record.went_on]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(later)))
-        yield f"ranks went on after these records, until {when}: the records do not show how the job ended"
+        yield f"some ranks went on after these records, until {when}"
     if found.silent:
         ranks = f"rank{'s' * (len(found.silent) > 1)} {_list(found.silent)}"
         yield (

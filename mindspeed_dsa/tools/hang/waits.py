@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_dsa.runs.collectives import Call, Group, Record
+from mindspeed_dsa.runs.collectives import PAUSED, Call, Group, Record
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Collectives that need tensors of the same shapes and dtypes on all ranks of the group."""
@@ -15,10 +15,12 @@ _BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which
 """Words in errors of collectives that are the consequence of another rank's failure."""
 _OF_COLLECTIVES = re.compile(r"failed with (RuntimeError|Dist\w*Error|LostNeighbourError):")
 """Errors of ``torch.distributed`` and of the library; data from a network has others."""
+_OF_PIPES = re.compile(r"failed with (Connection\w*Error|BrokenPipeError):")
 _DATA_LOADER = ("dataloader", "data loader")
 _WORKER_ENDED = "killed by signal: terminated"
 """Error of a data loader whose worker was ended by the launcher, with the job."""
-_FOR_DEVICE = ("synchronize(", ".item()", ".tolist()", ".cpu()", "run_backward(")
+_BACKWARD = "run_backward("
+_FOR_DEVICE = ("synchronize(", ".item()", ".tolist()", ".cpu()", _BACKWARD)
 """Calls in which a host waits for its device."""
 _INTERRUPTED = "KeyboardInterrupt"
 
@@ -79,10 +81,12 @@ def find(records: Sequence[Record]) -> Findings:
     errors = {rank for rank, record in by_rank.items() if _failed(record)}
     consequences = {rank for rank in errors if _is_broken(by_rank[rank])}
     failed = tuple(rank for rank in by_rank if rank in errors - consequences)
-    if not failed and not silent:
-        # No rank was lost before a connection broke, so the first error is a cause itself.
-        broken = [by_rank[rank] for rank in consequences if not _timed_out(by_rank[rank])]
-        failed = tuple(record.rank for record in sorted(broken, key=lambda record: record.time)[:1])
+    if silent:
+        # A pipe to a process that was lost, or a download: the lost rank is the better guess.
+        consequences |= {rank for rank in errors if _OF_PIPES.search(by_rank[rank].reason)}
+        failed = tuple(rank for rank in by_rank if rank in errors - consequences)
+    elif not failed:
+        failed = _first_broken([by_rank[rank] for rank in wrote])
     waits = [*_of_collectives(by_rank), *_of_messages(by_rank)]
     waits.sort(key=lambda wait: wait.since)
     awaited = {rank for wait in waits for rank in wait.missing}
@@ -98,6 +102,15 @@ def find(records: Sequence[Record]) -> Findings:
     if killed and _ended_before_a_hang(records):
         first = set(killed)
     return Findings(tuple(waits), tuple(sorted(first)), failed, silent)
+
+
+def _first_broken(records: Sequence[Record]) -> tuple[int, ...]:
+    """Return the rank whose connection broke first if no rank was ended, hung or timed out before."""
+    # No rank is lost: without anything before it, the error is a cause itself.
+    if any(_timed_out(record) or PAUSED in record.reason for record in records):
+        return ()
+    first = min(records, key=lambda record: (record.time, not _is_broken(record)), default=None)
+    return (first.rank,) if first is not None and _is_broken(first) else ()
 
 
 def _ended_before_a_hang(records: Sequence[Record]) -> bool:
@@ -120,7 +133,11 @@ def _is_broken(record: Record) -> bool:
 
 def _waits_for_device(record: Record) -> bool:
     stack = record.stacks.get("main", [])
-    return bool(stack) and _has(stack[-1], _FOR_DEVICE)
+    if not stack or not _has(stack[-1], _FOR_DEVICE):
+        return False
+    # Autograd's thread of a device may stand in Python, while the main thread waits for it.
+    in_python = any(name.startswith(("thread ", "Dummy-")) for name in record.stacks)
+    return not (_BACKWARD in stack[-1] and in_python)
 
 
 def _timed_out(record: Record) -> bool:

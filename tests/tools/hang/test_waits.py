@@ -304,7 +304,7 @@ def test_a_pause_before_all_were_killed(tmp_path, said):
     for rank in range(2):
         live(tmp_path, rank, call(1), call(2, started=NOW))
     text = said(*(record(rank, group((0, 1), call(1)), time=NOW - 9000) for rank in range(2)))
-    assert "ranks went on after these records, until 2" in text
+    assert "some ranks went on after these records, until 2" in text
 
 
 def test_hosts_that_wait_for_their_devices(said):
@@ -349,6 +349,47 @@ def test_an_error_while_all_others_live_is_the_cause(said, error):
         record(1, group((0, 1)), reason=f"failed with {error}"),
     )
     assert "It began with rank 1." in text
+
+
+@pytest.mark.parametrize(
+    ("earlier", "at", "reason"),
+    [
+        ("failed with RuntimeError: Timed out waiting 1800000ms for recv", NOW - 1, "RuntimeError"),
+        (f"{collectives.PAUSED} for 120 s", NOW + 1, "DistBackendError"),
+        ("SIGTERM", NOW - 1, "RuntimeError"),
+    ],
+)
+def test_a_connection_that_breaks_after_something_else_is_no_cause(said, earlier, at, reason):
+    text = said(
+        record(0, group((0, 1, 2)), ranks=3, reason="SIGTERM", time=NOW + 2),
+        record(1, group((0, 1, 2), call(1, error="x")), ranks=3, reason=earlier, time=at),
+        record(2, group((0, 1, 2), waiting(1)), ranks=3, reason=f"failed with {reason}: Connection closed"),
+    )
+    assert "It began with" not in text
+
+
+def test_a_broken_pipe_beside_a_killed_rank(tmp_path, said):
+    live(tmp_path, 0, call(1))
+    text = said(record(1, group((0, 1), waiting(2)), reason="failed with BrokenPipeError: [Errno 32]"))
+    assert "Look at rank 0 first" in text
+
+
+def test_a_backward_that_stands_in_python_does_not_wait(said):
+    """Autograd runs it in a thread of the device, and the main thread waits for that."""
+    place = {"source": 3, "destination": 2, "tag": 0}
+    main = {"main": ["graph.py:1 _engine_run_backward: return run_backward()"]}
+    text = said(
+        record(2, group((2, 3), waiting(1, "recv", **place), messages={"3>2#0": 1}), ranks=4),
+        record(
+            3,
+            group((2, 3), call(1, "irecv", waits=False, source=2, destination=3), messages={"2>3#0": 1}),
+            ranks=4,
+            stacks={**main, "Dummy-1": ["job.py:3 backward: sleep()"]},
+        ),
+        record(0, ranks=4),
+        record(1, ranks=4),
+    )
+    assert "Look at rank 3 first" in text
 
 
 def test_ctrl_c_in_a_hang_is_no_cause(said):

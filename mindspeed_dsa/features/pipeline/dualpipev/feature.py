@@ -170,7 +170,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
         yield (
             f"{DETACH} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
         )
-    if "megatron.bridge" in sys.modules:
+    if "megatron.bridge.training.train" in sys.modules:  # and not only its conversion of weights
         yield (
             f"{FLAG}: Megatron-Bridge's loop reads losses on the rank where the model ends, and they are "
             "reported on the last rank; omit it"

@@ -6,19 +6,23 @@ Otherwise a training loop that builds its model in an unknown way would train fr
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_dsa import log, weights
+from mindspeed_dsa import log, session, weights
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
+from mindspeed_dsa.session import checks
 
 JOB = SimpleNamespace(
     num_layers=3,
@@ -150,3 +154,11 @@ def test_a_loop_of_ones_own_is_told_that_nothing_would_happen(pool, tmp_path: Pa
     (error,) = pool.run("tests.support.model:error_of", 1, **case)
     assert f"{switch.replace('_', '-')} (switched on by" in error
     assert "works in Megatron-LM's own loop (megatron.training), which this job has not imported" in error
+
+
+def test_a_loop_that_reads_our_variables_serves_them_itself(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, MINDSPEED_DSA_LOAD_HF=str(tmp_path)):
+        settings, active = session.resolve({}, [])
+    assert "load-hf" in [feature.name for feature in active]
+    assert "megatron.training" not in sys.modules
+    assert not checks.outside_training_loop(active, settings)

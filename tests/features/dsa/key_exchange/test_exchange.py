@@ -19,6 +19,7 @@ from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, SharedMembers
 from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
+from mindspeed_dsa.parallel import saved_tensors
 
 # -- functions that run in the pool's workers ------------------------------------------------------
 
@@ -65,6 +66,23 @@ def _layer(kind: str) -> Layer:
     if kind == "ends":
         return lambda rows: rows * exchange.ends(rows.size(0), rows.device)[:, None, None]
     return lambda rows: exchange.gather(rows).wait().square()
+
+
+def saved_rows(keeps: bool) -> dict[str, Any]:
+    """Return which tensors autograd saves that swapping must leave alone, and the gradient."""
+    exchange = KeyExchange(dist.group.WORLD, Zigzag(2), keeps=keeps)
+    local = torch.linspace(-1, 1, 16).view(8, 1, 2).requires_grad_()
+    are_freed = []
+
+    def pack(saved: Tensor) -> Tensor:
+        are_freed.append(saved_tensors.is_freed(saved.untyped_storage()))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        gathered = exchange.gather(local)
+        out = exchange.free(gathered.wait().square(), [gathered])
+    out.sum().backward()
+    return {"are_freed": are_freed, "gradient": local.grad}
 
 
 def _weight() -> Tensor:
@@ -118,6 +136,14 @@ def test_layers_share_rows_and_hold_no_group(share, key):
     del group, first
     gc.collect()
     assert gone() is None
+
+
+def test_swapping_leaves_rows_alone_that_are_gathered_again(pool):
+    """It would move them to the host, and they would be gathered again all the same."""
+    freed, kept = (pool.run(f"{CASES}:saved_rows", 2, keeps=keeps) for keeps in (False, True))
+    for again, once in zip(freed, kept, strict=True):
+        assert (again["are_freed"], once["are_freed"]) == ([True], [False])
+        assert again["gradient"].equal(once["gradient"])
 
 
 @pytest.mark.parametrize(
