@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mindspeed_dsa.tools.hang.waits import BROKEN
+from mindspeed_dsa.tools.hang.waits import BROKEN, WORKER_ENDED
 from tests.soak.attempt import Failure, Printed, records, steps_in
 from tests.soak.damage import folder_of
 from tests.soak.layouts import STEPS
@@ -26,7 +26,7 @@ def check_printed(printed: Sequence[Printed]) -> None:
     """
     for output in printed:
         for trace in output.text.split(_TRACEBACK)[1:]:
-            if any(word in trace.lower() for word in BROKEN):
+            if any(word in trace.lower() for word in (*BROKEN, WORKER_ENDED)):
                 continue
             last = trace.strip().splitlines()[-1]
             raise Failure(f"rank {output.rank} printed a traceback in start {output.start}: {last[:200]}")

@@ -11,13 +11,13 @@ from mindspeed_dsa.runs.collectives import PAUSED, Call, Group, Record
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Collectives that need tensors of the same shapes and dtypes on all ranks of the group."""
 _TIMED_OUT = ("timed out", "timeout")
-_BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which is lost", *_TIMED_OUT)
+BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "which is lost", *_TIMED_OUT)
 """Words in errors of collectives that are the consequence of another rank's failure."""
 _OF_COLLECTIVES = re.compile(r"failed with (RuntimeError|Dist\w*Error|LostNeighbourError):")
 """Errors of ``torch.distributed`` and of the library; data from a network has others."""
 _OF_PIPES = re.compile(r"failed with (Connection\w*Error|BrokenPipeError):")
 _DATA_LOADER = ("dataloader", "data loader")
-_WORKER_ENDED = "killed by signal: terminated"
+WORKER_ENDED = "killed by signal: terminated"
 """Error of a data loader whose worker was ended by the launcher, with the job."""
 _BACKWARD = "run_backward("
 _FOR_DEVICE = ("synchronize(", ".item()", ".tolist()", ".cpu()", _BACKWARD)
@@ -126,9 +126,9 @@ def _ended_before_a_hang(records: Sequence[Record]) -> bool:
 
 def _is_broken(record: Record) -> bool:
     reason, what = record.reason.lower(), _OF_COLLECTIVES.search(record.reason)
-    if _WORKER_ENDED in reason:
+    if WORKER_ENDED in reason:
         return True
-    return what is not None and _has(reason, _BROKEN) and not _has(reason, _DATA_LOADER)
+    return what is not None and _has(reason, BROKEN) and not _has(reason, _DATA_LOADER)
 
 
 def _waits_for_device(record: Record) -> bool:

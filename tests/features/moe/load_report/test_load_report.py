@@ -216,7 +216,7 @@ def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
         "training.training": SimpleNamespace(training_log=training_log),
         "training.global_vars": variables,
     }
-    loop = SimpleNamespace(options=load_context.options, megatron=modules.__getitem__)
+    loop = SimpleNamespace(options=load_context.options, megatron=modules.__getitem__, log=load_context.log)
     log = steps.record_after_log(training_log, loop)
     # Scalars are due at every second step.
     assert [log({}, 1), log({}, iteration=2)] == ["logged", "logged"]
