@@ -201,7 +201,7 @@ class _Transfer:
         whole, self._whole = self._whole, None
         assert whole is not None
         self._storage = weakref.ref(whole.untyped_storage())
-        if self._is_freed:  # swapping must leave them alone, and asks when autograd saves them
+        if self._is_freed:  # Marked before autograd saves the rows, because swapping asks then.
             saved_tensors.mark_freed(whole)
         return whole
 

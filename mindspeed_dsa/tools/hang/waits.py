@@ -79,13 +79,14 @@ def find(records: Sequence[Record]) -> Findings:
     answered = wrote or by_rank.keys()
     silent = tuple(rank for rank in range(records[0].ranks) if rank not in answered)
     errors = {rank for rank, record in by_rank.items() if _failed(record)}
-    consequences = {rank for rank in errors if _is_broken(by_rank[rank])}
+    # A broken pipe may be a download's; beside a lost rank, its end is the better guess.
+    consequences = {
+        rank
+        for rank in errors
+        if _is_broken(by_rank[rank]) or (silent and _OF_PIPES.search(by_rank[rank].reason))
+    }
     failed = tuple(rank for rank in by_rank if rank in errors - consequences)
-    if silent:
-        # A pipe to a process that was lost, or a download: the lost rank is the better guess.
-        consequences |= {rank for rank in errors if _OF_PIPES.search(by_rank[rank].reason)}
-        failed = tuple(rank for rank in by_rank if rank in errors - consequences)
-    elif not failed:
+    if not failed and not silent:
         failed = _first_broken([by_rank[rank] for rank in wrote])
     waits = [*_of_collectives(by_rank), *_of_messages(by_rank)]
     waits.sort(key=lambda wait: wait.since)
