@@ -50,6 +50,18 @@ def test_every_step_is_recorded_in_old_and_new_releases(megatron, tmp_path, impo
         assert record["peak_memory_bytes"] > 2**20
 
 
+def test_training_outlives_a_file_that_cannot_be_written(megatron, tmp_path, caplog):
+    """A folder takes the file's place during training."""
+    file = tmp_path / "metrics.jsonl"
+    mindspeed_dsa.enable(step_metrics_file=str(file))
+    training = import_module(f"{megatron}.training.training")
+    training.train(1)
+    file.unlink()
+    file.mkdir()
+    assert training.train(3) == "kept"
+    assert f"{file} lacks steps: Is a directory" in caplog.text
+
+
 def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp_path):
     training = import_module(f"{megatron}.training.training")
     training.train(5)

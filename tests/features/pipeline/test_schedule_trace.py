@@ -7,10 +7,8 @@ import json
 from itertools import pairwise
 
 import pytest
-import torch.distributed as dist
 
 import mindspeed_dsa
-from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.schedule_trace.feature import check_trace
@@ -20,6 +18,7 @@ from mindspeed_dsa.schedule import beside, recorded
 from mindspeed_dsa.schedule.events import Costs
 from mindspeed_dsa.schedule.simulate import simulate
 from tests.support import model
+from tests.support.contexts import earlier_world, running
 from tests.support.model import losses_of
 
 LAYOUTS = {
@@ -71,16 +70,10 @@ def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
 def join(folder: str) -> list[bool]:
     """Return which steps are recorded if rank 1 is a reserve in the first one. Runs in the pool's workers."""
     model.start({"trace_schedule": folder, "trace_schedule_step": 2}, pp=2)
-    running = session.current()
-    assert running is not None
-    recorder = Recorder(running.contexts["schedule-trace"])
-    alone, both = dist.new_group([0]), dist.group.WORLD
-    if dist.get_rank() == 0:
-        dist.GroupMember.WORLD = alone
-        try:
+    recorder = Recorder(running("schedule-trace"))
+    with earlier_world() as is_in_it:
+        if is_in_it:
             recorder.begins({})
-        finally:
-            dist.GroupMember.WORLD = both
     return [recorder.begins({}) for _ in range(3)]
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.features.diagnostics.collectives.feature import check_recording
 from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
@@ -20,6 +19,7 @@ from mindspeed_dsa.runs import collectives as files
 from tests.features.diagnostics.collectives import late_ranks
 from tests.features.diagnostics.collectives.late_ranks import FEW, JOBS
 from tests.support import model
+from tests.support.contexts import running
 from tests.support.model import losses_of
 
 FULL = pytest.mark.full
@@ -72,9 +72,7 @@ def test_the_step_is_the_same(pool, tmp_path):
 def other_thread(folder: str) -> str:
     """Return a call's name in a thread without the main thread's names. Runs in the pool's workers."""
     model.start({"record_collectives": folder}, pp=1)
-    running = session.current()
-    assert running is not None
-    recorder = running.contexts["record-collectives"].state(Recorder)
+    recorder = running("record-collectives").state(Recorder)
     recorder.passes = (Pass("backward", 3),)
     with ThreadPoolExecutor(1) as thread, mock.patch.object(files.Calls, "start") as start:
         thread.submit(dist.all_reduce, torch.ones(1)).result()

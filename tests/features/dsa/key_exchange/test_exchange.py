@@ -139,7 +139,7 @@ def test_layers_share_rows_and_hold_no_group(share, key):
 
 
 def test_swapping_leaves_rows_alone_that_are_gathered_again(pool):
-    """It would move them to the host, and they would be gathered again all the same."""
+    """Swapped rows would move to the host, and be gathered again all the same."""
     freed, kept = (pool.run(f"{CASES}:saved_rows", 2, keeps=keeps) for keeps in (False, True))
     for again, once in zip(freed, kept, strict=True):
         assert (again["are_freed"], once["are_freed"]) == ([True], [False])

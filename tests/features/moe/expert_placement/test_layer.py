@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa import session
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.expert_placement import placing
 from mindspeed_dsa.runs import expert_placement
@@ -17,6 +16,7 @@ from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS, watched
 from tests.features.moe.balanced_experts.test_chains import assert_links_carry_each_expert_once
 from tests.support import model, moe
+from tests.support.contexts import earlier_world, running
 
 # -- functions that run in the pool's workers ------------------------------------------------------
 
@@ -49,9 +49,7 @@ def train(
     cfg = moe.config(tp=tp, ep=ranks, num_moe_experts=8, moe_token_dispatcher_type=dispatcher, **BALANCED)
     layer = moe.layer(cfg)
     if order is not None:
-        running = session.current()
-        assert running is not None
-        placing.move(layer, order, running.contexts["moe-expert-placement"])
+        placing.move(layer, order, running("moe-expert-placement"))
     numbers = numbering.experts_of(layer.experts, dist.get_rank())
     computed = dict.fromkeys(numbers, 0)
     for number, expert in zip(numbers, layer.experts.local_experts, strict=True):
@@ -85,16 +83,10 @@ def _counter(number: int, computed: dict[int, int]) -> Any:
 def join(file: str) -> Any:
     """Let rank 0 read the placement in a world without rank 1, and both ranks in the next world."""
     model.start({"moe_expert_placement": file}, ep=2)
-    running = session.current()
-    assert running is not None
-    placements = placing._Chosen(running.contexts["moe-expert-placement"])
-    alone, both = dist.new_group([0]), dist.group.WORLD
-    if dist.get_rank() == 0:
-        dist.GroupMember.WORLD = alone
-        try:
+    placements = placing._Chosen(running("moe-expert-placement"))
+    with earlier_world() as is_in_it:
+        if is_in_it:
             placements.over(2)
-        finally:
-            dist.GroupMember.WORLD = both
     return placements.over(2)
 
 

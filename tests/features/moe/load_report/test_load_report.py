@@ -236,6 +236,16 @@ def test_the_imbalance_of_a_stage_is_that_of_ranks_that_wait_in_every_layer():
     assert record["stages"] == [{"stage": 0, "tokens": 8, "imbalance": 1.5}]
 
 
+def test_training_outlives_a_report_that_cannot_be_written(load_context, monkeypatch, caplog):
+    """A folder is in the file's place."""
+    monkeypatch.setattr(
+        steps, "counts_of", lambda _: SimpleNamespace(take=lambda: [LayerLoad(2, 0, [6, 2], [[8, 0]])])
+    )
+    (load_context.options.folder / expert_load.FILE).mkdir(parents=True)
+    steps.record_step(load_context, 1)
+    assert "lacks steps: Is a directory" in caplog.text
+
+
 def test_a_loop_that_records_nothing_is_refused(load_context):
     with pytest.raises(mindspeed_dsa.MindSpeedDSAError, match="call use_own_loop and record_step"):
         steps.require_loop(load_context)
