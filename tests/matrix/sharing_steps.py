@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 from unittest import mock
 
+import torch
 from packaging.version import Version
 from torch import Tensor
 
@@ -28,21 +29,27 @@ def step(
     switches: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     repaired: bool = True,
+    seed: int = 0,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Run :func:`steps.step`; add the numbers of stored selections and of selections left over.
 
-    Without ``repaired``, selections are stored where Megatron-core 0.19 stores them.
+    Without ``repaired``, selections are stored where Megatron-core 0.19 stores them. Token ids are drawn with
+    ``seed``. ``nearest`` of the result is the smallest causal ``|query * key|`` of Megatron's own indexers,
+    ``None`` where none computed any.
     """
     overrides = {**MODEL, **communication(**arguments), **(overrides or {})}
     holder = contextlib.nullcontext() if repaired else _megatrons_holder()
     store = selection_source.Selections.store
     with (
         holder,
+        _nearest_to_zero() as nearest,
+        mock.patch.object(job, "samples", partial(job.samples, seed=seed)),
         mock.patch.object(selection_source.Selections, "store", autospec=True, side_effect=store) as stored,
     ):
         result = steps.step(switches, overrides, **arguments)
-    return {**result, "selected": stored.call_count, "left": selection_source.current().latest}
+    stores = {"selected": stored.call_count, "left": selection_source.current().latest}
+    return {**result, **stores, "nearest": min(nearest, default=None)}
 
 
 def error_of_fork(form: str, **arguments: Any) -> str:
@@ -90,6 +97,21 @@ def communication(cp: int = 1, **others: Any) -> dict[str, Any]:
     """Return the key communication setting that context parallel DSA needs from 0.19 on."""
     is_told = cp > 1 and Version(str(versions.of_megatron())) >= Version("0.19")
     return {"cp_comm_type": "allgather"} if is_told else {}
+
+
+@contextlib.contextmanager
+def _nearest_to_zero() -> Iterator[list[float]]:
+    """Collect the smallest causal ``|query * key|`` of each call of Megatron's indexers."""
+    relu, nearest = torch.relu, []
+
+    def recorded(scores: Tensor) -> Tensor:
+        if scores.dim() == 4:  # [queries, batch, heads, keys]
+            causal = torch.ones(scores.size(0), scores.size(3), dtype=torch.bool).tril()
+            nearest.append(float(scores.detach().abs().amin((1, 2))[causal].min()))
+        return relu(scores)
+
+    with mock.patch.object(torch, "relu", recorded):
+        yield nearest
 
 
 @contextlib.contextmanager

@@ -30,9 +30,22 @@ GLM_STAGES = {**GLM, "num_layers_in_first_pipeline_stage": 6}
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1}
 
 
-def one_process(pool, overrides, switches=None):
-    (result,) = pool.baseline(STEP, 1, switches=switches, overrides=overrides, num_microbatches=4)
+def one_process(pool, overrides, switches=None, seed=0):
+    (result,) = pool.baseline(STEP, 1, switches=switches, overrides=overrides, num_microbatches=4, seed=seed)
     return result
+
+
+def by_megatrons_functions(pool, overrides):
+    """Return a step through Megatron's functions without a score near zero, and the seed of its token ids.
+
+    The ReLU of a score within rounding of zero (1e-6 here) may be open in one computation and closed in
+    another, whose gradients then differ by what the score contributes. One in 300,000 is that near.
+    """
+    for seed in range(50):
+        result = one_process(pool, overrides, seed=seed)
+        if result["nearest"] is None or result["nearest"] > 1e-5:
+            return result, seed
+    raise AssertionError("each of 50 batches has a score within 1e-5 of zero")
 
 
 def layout(pool, ranks, overrides, switches=None, **sizes):
@@ -72,7 +85,8 @@ def indexers(result):
     ids=["half", "quarter", "GLM-5.2", "pattern"],
 )
 def test_fused_attention_has_the_values_of_megatrons_functions(pool, overrides, layers):
-    expected, result = one_process(pool, overrides), one_process(pool, overrides, FUSED)
+    expected, seed = by_megatrons_functions(pool, overrides)
+    result = one_process(pool, overrides, FUSED, seed)
     assert indexers(expected) == indexers(result) == layers
     same(result, expected)
     assert result["selected"] == 4 * len(layers)
@@ -156,8 +170,8 @@ def test_a_repeated_layer_of_multi_token_prediction_selects_once(pool, switches)
     ids=["TP2", "TP2, core", "CP2", "CP2, core", "ahead", "bubble", "swapped"],
 )
 def test_layouts(pool, switches, overrides, sizes, event):
-    expected = one_process(pool, HALF)
-    result = layout(pool, 2, {**HALF, **overrides}, switches, **sizes)
+    expected, seed = by_megatrons_functions(pool, HALF)
+    result = layout(pool, 2, {**HALF, **overrides}, switches, seed=seed, **sizes)
     same(result, expected)
     assert not event or result["ahead"] or result["counts"][event]
 
