@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.megatron.served_index import Delivery
+from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.patches import versions
 
 WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
@@ -161,7 +162,8 @@ class _AttachedLoss(torch.autograd.Function):
         loss, *gradients = ctx.saved_tensors
         gradient = ctx.of.gradient(loss, ctx.rows)
         for sums, run, number in ctx.sinks:
-            sums.add(run, [one * gradient for one in gradients[:number]])
+            # On GPUs a product of 16 bits would round the loss scale, or overflow.
+            sums.add(run, [one.to(wide(one.dtype)) * gradient for one in gradients[:number]])
             del gradients[:number]
         return grad_output, gradient, None, None, None
 

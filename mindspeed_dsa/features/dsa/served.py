@@ -91,9 +91,15 @@ def served_dense_loss(problem: Problem, served: ServedIndex) -> tuple[Tensor, tu
         served: query, key and weights of the other layer's indexer.
 
     Returns:
-        The loss as of :func:`dense_loss`, without a graph, and its gradients with respect to the three.
+        The loss as of :func:`dense_loss`, without a graph, and its gradients with respect to the three, fp32
+        where these are fp16.
     """
     with torch.enable_grad():
         query, key, weights = (one.detach().requires_grad_() for one in served.outputs)
         loss = dense_loss(problem, IndexInputs(query, key, weights, served.use_relu))
-        return loss.detach(), torch.autograd.grad(loss, (query, key, weights))
+    # The loss scale only comes in backward, and until then fp16 gradients of a mean would underflow. A power
+    # of two near the number of tokens makes them gradients of a sum.
+    is_raised = query.dtype == torch.float16 and not problem.wanted.per_token
+    raised = float(2 ** weights[..., 0].numel().bit_length()) if is_raised else 1.0
+    gradients = torch.autograd.grad(loss, (query, key, weights), torch.full_like(loss, raised))
+    return loss.detach(), tuple(one.float() / raised if is_raised else one for one in gradients)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.feature import check_fused
+from mindspeed_dsa.features.dsa.indexer_loss import IndexerLoss, indexer_loss
+from mindspeed_dsa.features.dsa.loss import dense_loss
 from mindspeed_dsa.features.dsa.operands import Operands
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Problem
-from mindspeed_dsa.features.dsa.served import log_divisor
+from mindspeed_dsa.features.dsa.served import log_divisor, served_dense_loss
 from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import MODELS
 from mindspeed_dsa.megatron.selection_source import PLACE, Chosen, Place, Selections, current, recomputing
-from mindspeed_dsa.megatron.served_index import ServedGradients, Serving
+from mindspeed_dsa.megatron.served_index import Delivery, ServedGradients, ServedIndex, Serving
 
 TOKENS, HEADS, LATENT, ROPE, TOPK = 24, 4, 16, 8, 6
 LAYERS = 3
@@ -127,6 +131,36 @@ def test_losses_and_gradients_equal_the_oracle(case):
         torch.testing.assert_close(
             getattr(ours, name).grad, getattr(theirs, name).grad, rtol=1e-10, atol=1e-12, msg=name
         )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_fp16_gradients_of_a_mean_over_many_tokens_are_there_before_the_loss_scale(per_token):
+    tokens = 2048
+    generator = torch.Generator().manual_seed(0)
+    shapes = (tokens, 1, HEADS, LATENT), (tokens, 1, 1, LATENT), (HEADS, 5, LATENT - ROPE)
+    query, key, value = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    loss = LossOptions(0.01, False, per_token)
+    problem = Problem(Operands(query, key, value, SCALE), TOPK, loss=loss, backend="cpu")
+    shapes = (1, tokens, 2, 16), (1, tokens, 16), (1, tokens, 2)
+    inputs = [torch.randn(shape, generator=generator).half() for shape in shapes]
+    _, gradients = served_dense_loss(problem, ServedIndex(tuple(inputs), ServedGradients()))
+    exact = [one.double().requires_grad_() for one in inputs]
+    wide = Operands(query.double(), key.double(), value.double(), SCALE)
+    dense_loss(replace(problem, operands=wide), IndexInputs(*exact)).backward()
+    for name, gradient, one in zip(("query", "key", "weights"), gradients, exact, strict=True):
+        error = (gradient.double() - one.grad).norm() / one.grad.norm()
+        assert error < 2e-3, f"{name}: {error:.1e}"
+
+
+def test_a_loss_scale_that_fp16_lacks_reaches_served_gradients():
+    sums, megatron = ServedGradients(), indexer_loss(Megatron())
+    delivery = Delivery(sums, 0, (torch.ones(2, dtype=torch.float16),))
+    output, loss = torch.zeros(2, requires_grad=True), torch.zeros((), requires_grad=True)
+    with mock.patch.object(IndexerLoss, "gradient", return_value=torch.tensor(2.0**20)):
+        megatron.attach(output, loss, 1, [delivery]).sum().backward()
+    (total,) = sums.take(0)
+    assert total.dtype == torch.float32
+    assert total.tolist() == [2.0**20] * 2
 
 
 def test_bytes_that_the_losses_of_other_layers_keep():
