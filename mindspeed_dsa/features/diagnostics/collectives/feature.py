@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -83,7 +84,6 @@ def check_recording(args: Any, options: Any) -> Iterator[str]:
 
 
 _C10D = "torch.distributed.distributed_c10d"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _RECORDER = "mindspeed_dsa.features.diagnostics.collectives.recorder"
 _PLACES = "mindspeed_dsa.features.diagnostics.collectives.places"
@@ -140,27 +140,12 @@ FEATURE = Feature(
             params=("group",),
             stale="report",
         ),
-        Patch(
-            f"{_SCHEDULES}:get_forward_backward_func",
-            "wrap",
-            f"{_PLACES}:follow_steps",
+        *pipeline_steps.rows(
+            f"{_PLACES}:Passes",
             "says where a step of the schedule begins and ends",
-        ),
-        Patch(f"{_SCHEDULES}:forward_step", "wrap", f"{_PLACES}:follow_forwards", "names the microbatch"),
-        Patch(
-            f"{_SCHEDULES}:backward_step",
-            "wrap",
-            f"{_PLACES}:follow_backwards",
+            "names the microbatch",
             "names the microbatch of a backward",
-            params=("output_tensor",),
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
-            "wrap",
-            f"{_PLACES}:follow_pairs",
             "names both microbatches of a pair",
-            params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14",
         ),
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.forward",

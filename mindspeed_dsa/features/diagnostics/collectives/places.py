@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,16 +19,27 @@ from mindspeed_dsa.parallel import names
 from mindspeed_dsa.parallel.names import Name, Pass, named
 from mindspeed_dsa.schedule.events import Event, Kind
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _Function = Callable[..., Any]
 _DIRECTIONS = {**{kind: kind.name.lower() for kind in Kind}, Kind.WEIGHT: "weight gradients"}
 
 
-class _Follower(pipeline_steps.Follower):
+class Passes(pipeline_steps.Follower):
     """Callback that sets the current name at the beginning of each forward and backward."""
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         self._recorder = context.state(Recorder)
+
+    @classmethod
+    def of(cls, context: Context[Options]) -> Self:
+        """Return the recorder's follower, which is created on first use."""
+        recorder = context.state(Recorder)
+        if recorder.follower is None:
+            recorder.follower = cls(context)
+        return cast("Self", recorder.follower)
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Count the step; return True, because every step is followed."""
@@ -46,34 +57,6 @@ class _Follower(pipeline_steps.Follower):
         """Clear the current name."""
         self._recorder.passes, self._recorder.after = (), self._recorder.passes
         names.set_current(Name())
-
-
-def _follower(context: Context[Options]) -> pipeline_steps.Follower:
-    """Return the session's follower, which is created on first use."""
-    recorder = context.state(Recorder)
-    if recorder.follower is None:
-        recorder.follower = _Follower(context)
-    return recorder.follower
-
-
-def follow_steps(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``get_forward_backward_func``: count steps."""
-    return pipeline_steps.follow_steps(original, _follower(context))
-
-
-def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``: add the microbatch to the names of its collectives."""
-    return pipeline_steps.follow_forwards(original, _follower(context))
-
-
-def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``backward_step``: add the microbatch to the names of its collectives."""
-    return pipeline_steps.follow_backwards(original, _follower(context))
-
-
-def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``: add both microbatches to the names of its collectives."""
-    return pipeline_steps.follow_pairs(original, _follower(context))
 
 
 def name_layer(original: _Function) -> _Function:

@@ -14,6 +14,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
+from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag, loaded_step
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
@@ -26,7 +27,6 @@ from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs.files import RunError, number
 
 _HERE = "mindspeed_dsa.features.dsa.selections"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ALL = ">=0.12.1,<0.21"
 
 
@@ -439,32 +439,12 @@ RECORDED_SELECTIONS = Feature(
             params=("input_ids",),
             versions=">=0.14",
         ),
-        Patch(
-            f"{_SCHEDULES}:get_forward_backward_func",
-            "wrap",
-            f"{_HERE}.record:follow_steps",
+        *pipeline_steps.rows(
+            f"{_HERE}.record:Steps",
             "says where a step of the schedule begins and ends",
-        ),
-        Patch(
-            f"{_SCHEDULES}:forward_step",
-            "wrap",
-            f"{_HERE}.record:follow_forwards",
             "says which microbatch's selections the layers are at",
-        ),
-        Patch(
-            f"{_SCHEDULES}:backward_step",
-            "wrap",
-            f"{_HERE}.record:follow_backwards",
             "lets go of what a forward has left",
-            params=("output_tensor",),
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
-            "wrap",
-            f"{_HERE}.record:follow_pairs",
             "says which microbatch's selections the forward of a pair is at",
-            params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14",
         ),
     ),
 )

@@ -303,7 +303,7 @@ class Steps(pipeline_steps.Follower):
     """
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         self._options, self._log = context.options, context.log
         self._header: Header | None = None
         self._recording: Recording | None = None
@@ -444,19 +444,14 @@ def start_at(context: Context[Options], step: int) -> None:
         context: session's context of the feature, ``session.contexts["dsa-recorded-selections"]``.
         step: number of the next step, from 1.
     """
-    steps_of(context).step = step - 1
-
-
-def steps_of(context: Context[Options]) -> Steps:
-    """Return the :class:`Steps` of the feature's session."""
-    return context.state(Steps)
+    Steps.of(context).step = step - 1
 
 
 def note_model(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``TransformerBlock.__init__`` to pass configuration and layer numbers to :class:`Steps`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        steps = steps_of(context)
+        steps = Steps.of(context)
         steps.set_model(config)
         original(self, config, *args, **kwargs)
         steps.add_layers(layer.layer_number for layer in self.layers)
@@ -474,11 +469,3 @@ def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, input_ids, *args, **kwargs)
 
     return forward
-
-
-follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Steps)
-
-
-def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step`` to report its forward and backward to :class:`Steps`."""
-    return pipeline_steps.follow_pairs(original, steps_of(context))

@@ -281,7 +281,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             "wrap",
-            "mindspeed_dsa.features.memory.swap_attention.hidden_copies:follow_steps",
+            "mindspeed_dsa.features.memory.swap_attention.hidden_copies:Choice.wrap_steps",
             "the copies of the second step are measured, and later steps swap what is hidden",
         ),
         Patch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -202,7 +202,7 @@ class Choice(pipeline_steps.Follower):
     """Measurements and limits of swapping for all layers, updated as training steps begin."""
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         self._measures, self._log = context.options.measures, context.log
         self._layers: WeakKeyDictionary[Any, OfLayer] = WeakKeyDictionary()
         # Layer's pass by the storage of its output, in which the layer above finds the pass below. Not by the
@@ -314,8 +314,3 @@ def keep_within(layers: Sequence[OfLayer], room: float) -> int:
             break
         layer.limit, beyond = None, beyond + 1
     return beyond
-
-
-def follow_steps(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func`` to count the steps."""
-    return pipeline_steps.follow_steps(original, context.state(Choice))

@@ -31,7 +31,7 @@ class Ahead(pipeline_steps.Follower):
     """Follower of the schedule that records each forward's segments until their backward."""
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         self.everywhere, self._log = context.options.everywhere, context.log
         self.unit: Unit | None = None
         """Chunk and microbatch of the running forward."""
@@ -46,16 +46,14 @@ class Ahead(pipeline_steps.Follower):
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Compute the order of backwards in the schedule."""
-        chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        config = self.megatron("core.utils").get_model_config(chunks[0])
-        ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
-        # Megatron's default group is the pipeline size; paired schedules run one more warmup forward.
-        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
-        layout = (self.megatron, ranks, len(chunks), step["num_microbatches"], group)
+        shape = self.shape(step)
+        layout = (self.megatron, shape.ranks, len(shape.chunks), shape.microbatches, shape.group)
         self._order = megatron_order.backward_order(*layout)
-        rank = self.megatron("core.parallel_state").get_pipeline_model_parallel_rank()
-        self.pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:], extra_warmup=self.pairs)
+        self.pairs = shape.pairs
+        # Paired schedules run one more warmup forward.
+        self._warmup = megatron_order.warmup_of(
+            *layout[:2], shape.rank, *layout[2:], extra_warmup=shape.pairs
+        )
         self._done, self.segments, self.layers, self.unit = 0, {}, {}, None
         self.recomputed = {"ahead": 0, "in place": 0}
         return True
@@ -122,14 +120,6 @@ class Ahead(pipeline_steps.Follower):
                 state.set_virtual_pipeline_model_parallel_rank(current)
 
         return run_there
-
-
-follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahead)
-
-
-def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Ahead`."""
-    return pipeline_steps.follow_pairs(original, context.state(Ahead))
 
 
 def collect_layers(original: _Function, context: Context[Options]) -> _Function:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import RECOMPUTED_BY_MEGATRON
@@ -40,12 +41,8 @@ def recompute_ahead_wanted(settings: Any) -> bool:
     return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
 
 
-def check_recompute_ahead(args: Any, options: Any) -> list[str]:
+def check_recompute_ahead(args: Any, options: Any) -> Iterator[str]:
     """Report jobs without a pipeline, or without anything that Megatron's checkpoint recomputes."""
-    return list(_problems(args))
-
-
-def _problems(args: Any) -> Iterator[str]:
     both = args.recompute_in_bubble and args.recompute_in_advance
     flag = "--recompute-in-advance" if args.recompute_in_advance else "--recompute-in-bubble"
     if both:
@@ -103,7 +100,6 @@ def _ahead(args: Any, modules: set[str]) -> set[str]:
     return ready - {"core_attn"} if reads_norm else ready
 
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _OUTERMOST = 10
 """Patch priority: outside the feature that makes layers recompute."""
@@ -120,32 +116,12 @@ FEATURE = Feature(
         Flag("--recompute-in-advance", "Recompute ahead of every gradient, in the steady phase too."),
     ),
     patches=(
-        Patch(
-            f"{_SCHEDULES}:get_forward_backward_func",
-            "wrap",
-            f"{_HERE}:follow_steps",
+        *pipeline_steps.rows(
+            f"{_HERE}:Ahead",
             "reads the schedule's order of backwards when a step begins",
-        ),
-        Patch(
-            f"{_SCHEDULES}:forward_step",
-            "wrap",
-            f"{_HERE}:follow_forwards",
             "assigns checkpointed segments to their chunk and microbatch",
-        ),
-        Patch(
-            f"{_SCHEDULES}:backward_step",
-            "wrap",
-            f"{_HERE}:follow_backwards",
             "advances to the schedule's next backward",
-            params=("output_tensor",),
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
-            "wrap",
-            f"{_HERE}:follow_pairs",
             "follows a schedule of pairs",
-            params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14,<0.21",
         ),
         Patch(
             "megatron.core.models.common.model_chunk_schedule_plan:"

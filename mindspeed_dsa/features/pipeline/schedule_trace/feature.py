@@ -9,9 +9,9 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.pipeline.split_backward.feature import detaches_gradients, splits_backward
+from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.patches.spec import Patch
 
 STEP = 3
 """Default step. Earlier steps allocate memory and run one-time measurements of features."""
@@ -59,12 +59,8 @@ def trace_wanted(settings: Any) -> bool:
     return settings.trace_schedule is not None or settings.trace_schedule_step is not None
 
 
-def check_trace(args: Any, options: Any) -> list[str]:
+def check_trace(args: Any, options: Any) -> Iterator[str]:
     """Report a step beyond the end of the run, and a folder that is a file."""
-    return list(_problems(args))
-
-
-def _problems(args: Any) -> Iterator[str]:
     step, last = Options.of(args).step, getattr(args, "train_iters", None)
     if step < 1:
         yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"
@@ -76,7 +72,6 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"--trace-schedule {folder} is a file; name a folder"
 
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _RECORDER = "mindspeed_dsa.features.pipeline.schedule_trace.recorder"
 
 FEATURE = Feature(
@@ -99,32 +94,12 @@ FEATURE = Feature(
         ),
     ),
     patches=(
-        Patch(
-            f"{_SCHEDULES}:get_forward_backward_func",
-            "wrap",
-            f"{_RECORDER}:record_steps",
+        *pipeline_steps.rows(
+            f"{_RECORDER}:Recorder",
             "records where a step of the schedule begins and ends",
-        ),
-        Patch(
-            f"{_SCHEDULES}:forward_step",
-            "wrap",
-            f"{_RECORDER}:record_forwards",
             "records one forward of a chunk, without its waits for other ranks",
-        ),
-        Patch(
-            f"{_SCHEDULES}:backward_step",
-            "wrap",
-            f"{_RECORDER}:record_backwards",
             "records one backward of a chunk",
-            params=("output_tensor",),
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
-            "wrap",
-            f"{_RECORDER}:record_pairs",
             "records a forward and a backward that share a block",
-            params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14",
         ),
     ),
     active=trace_wanted,

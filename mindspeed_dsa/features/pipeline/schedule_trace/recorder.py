@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,14 +19,12 @@ from mindspeed_dsa.schedule import recorded
 from mindspeed_dsa.schedule.events import Event
 from mindspeed_dsa.schedule.simulate import Span
 
-_Function = Callable[..., Any]
-
 
 class Recorder(pipeline_steps.Follower):
     """Follower of the schedule that records one step."""
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         # Counted in each world: ranks that join at an in-process restart have made no step.
         self._options, self._steps = context.options, WeakKeyDictionary[Any, int]()
         self._marks: list[tuple[Event, Any, Any]] = []
@@ -72,21 +70,18 @@ class Recorder(pipeline_steps.Follower):
         ]
 
     def _layout(self, step: dict[str, Any]) -> recorded.Layout:
-        chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        config = self.megatron("core.utils").get_model_config(chunks[0])
-        pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-        ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
-        # DualPipeV pairs too, but its list has its own warmup.
-        v_shaped = is_v_shaped(config)
+        shape = self.shape(step)
+        v_shaped = is_v_shaped(shape.config)
         return recorded.Layout(
-            ranks=ranks,
-            chunks=len(chunks),
-            microbatches=step["num_microbatches"],
-            group=getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks,
-            paired=pairs,
+            ranks=shape.ranks,
+            chunks=len(shape.chunks),
+            microbatches=shape.microbatches,
+            group=shape.group,
+            paired=shape.pairs,
             split=self._options.split,
             waiting=self._options.waiting,
-            extra_warmup=pairs and not v_shaped,
+            # DualPipeV pairs too, but its list has its own warmup.
+            extra_warmup=shape.pairs and not v_shaped,
             v_shaped=v_shaped,
         )
 
@@ -105,11 +100,3 @@ def _mark() -> Any:
     event = platforms.current().new_event(timing=True)
     event.record()
     return event
-
-
-record_steps, record_forwards, record_backwards = pipeline_steps.decorators(Recorder)
-
-
-def record_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Recorder`."""
-    return pipeline_steps.follow_pairs(original, context.state(Recorder))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
 from mindspeed_dsa.megatron.graphs import refuse_graphs
@@ -163,7 +164,6 @@ def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict
     return tuple(Conflict(feature, why, switch) for feature, why in reasons.items())
 
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OUTERMOST = 20
@@ -222,32 +222,12 @@ FEATURE = Feature(
         Flag("--overlap-moe-expert-parallel-comm", "Megatron's own.", megatron=True),
     ),
     patches=(
-        Patch(
-            f"{_SCHEDULES}:get_forward_backward_func",
-            "wrap",
-            f"{_HERE}:play_steps",
+        *pipeline_steps.rows(
+            f"{_HERE}:Player",
             "makes the list of a step's events and computes what waits before gradients are finalized",
-        ),
-        Patch(
-            f"{_SCHEDULES}:forward_step",
-            "wrap",
-            f"{_HERE}:defer_in_forwards",
             "has linear layers leave their weights' gradients for later",
-        ),
-        Patch(
-            f"{_SCHEDULES}:backward_step",
-            "wrap",
-            f"{_HERE}:follow_backwards",
             "advances to the weight gradients that the list has after a backward",
-            params=("output_tensor",),
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
-            "wrap",
-            f"{_HERE}:defer_in_pairs",
             "has a pair's forward leave its weights' gradients, and advances to those after its backward",
-            params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14",
         ),
         Patch(
             f"{_P2P}:_p2p_ops",

@@ -32,7 +32,7 @@ class Player(pipeline_steps.Follower):
     """
 
     def __init__(self, context: Context[Options]) -> None:
-        super().__init__(context.megatron)
+        super().__init__(context)
         self._most, self._log = context.options.waiting, context.log
         self.waiting: WaitingGradients | None = None
         self.most = (0, 0)
@@ -42,23 +42,20 @@ class Player(pipeline_steps.Follower):
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Build this rank's list of events."""
-        chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
-        config = self.megatron("core.utils").get_model_config(chunks[0])
-        state = self.megatron("core.parallel_state")
-        ranks, rank = (
-            state.get_pipeline_model_parallel_world_size(),
-            state.get_pipeline_model_parallel_rank(),
-        )
-        microbatches = step["num_microbatches"]
-        # Megatron's default group is the pipeline size; paired schedules run one more warmup forward.
-        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
-        pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+        shape = self.shape(step)
         whole = megatron_order.schedule(
-            self.megatron, ranks, len(chunks), microbatches, group, paired=pairs, extra_warmup=pairs
+            self.megatron,
+            shape.ranks,
+            len(shape.chunks),
+            shape.microbatches,
+            shape.group,
+            paired=shape.pairs,
+            # Paired schedules run one more warmup forward.
+            extra_warmup=shape.pairs,
         )
-        self._after = _after_backwards(lists.weights_later(whole, self._most).ranks[rank])
-        self._is_first = rank == 0
-        self.waiting = WaitingGradients(chunks, microbatches, self.megatron)
+        self._after = _after_backwards(lists.weights_later(whole, self._most).ranks[shape.rank])
+        self._is_first = shape.rank == 0
+        self.waiting = WaitingGradients(shape.chunks, shape.microbatches, self.megatron)
         return True
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
@@ -135,14 +132,6 @@ def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
         elif event.kind is Kind.BACKWARD:
             last = unit
     return after
-
-
-play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Player)
-
-
-def defer_in_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Wrap ``combined_forward_backward_step``: report its forward and backward to :class:`Player`."""
-    return pipeline_steps.follow_pairs(original, context.state(Player))
 
 
 def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:

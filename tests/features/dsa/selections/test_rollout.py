@@ -202,7 +202,7 @@ def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
 def recorded_step(folder: str, brings: bool) -> int:
     """Train a step that records; return the number of written records."""
     from mindspeed_dsa.features.dsa import core_attention
-    from mindspeed_dsa.features.dsa.selections.record import steps_of
+    from mindspeed_dsa.features.dsa.selections.record import Steps
 
     elsewhere = (
         contextlib.nullcontext()
@@ -211,7 +211,7 @@ def recorded_step(folder: str, brings: bool) -> int:
     )
     with elsewhere:
         job.run({"use_fused_dsa": True, "dsa_record_selections": folder}, {}, micro_batch_size=2)
-    recorder = steps_of(running("dsa-recorded-selections")).recorder
+    recorder = Steps.of(running("dsa-recorded-selections")).recorder
     recorder.close()
     return recorder.records
 
