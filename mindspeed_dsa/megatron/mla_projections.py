@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.adapters import LowRank, adapters_of, base_of
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 
@@ -164,9 +165,13 @@ class Projections:
         layout = {}
         if "mla_rotary_interleaved" in inspect.signature(apply).parameters:  # before 0.19 it is not an option
             layout["mla_rotary_interleaved"] = True
+        config = self.layer.config
+        if getattr(config, "apply_rope_fusion", False):
+            # Megatron's own MLA has another kernel for that. Here it would rotate halves instead of pairs.
+            config = AttributeOverride(config, apply_rope_fusion=False)
 
         def rotate(states: Tensor) -> Tensor:
-            return apply(states, angles, config=self.layer.config, mscale=mscale, **layout)  # type: ignore[no-any-return]
+            return apply(states, angles, config=config, mscale=mscale, **layout)  # type: ignore[no-any-return]
 
         return rotate
 

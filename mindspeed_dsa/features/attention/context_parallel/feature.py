@@ -173,9 +173,10 @@ def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool
 
     Key-value heads may be repeated until each rank has one.
     """
-    if heads % (degree * tensor_ranks) or kv_heads % tensor_ranks:
+    if heads % (degree * tensor_ranks) or (kv_heads % tensor_ranks and tensor_ranks % kv_heads):
         return False
-    local_kv_heads = kv_heads // tensor_ranks
+    # From 0.16 on, Megatron repeats key-value heads for tensor parallel ranks; older releases refuse them.
+    local_kv_heads = max(kv_heads // tensor_ranks, 1)
     # e.g. 2 key-value heads: 4 ranks get one copy each, 3 ranks cannot share them
     return local_kv_heads % degree == 0 or degree % local_kv_heads == 0
 

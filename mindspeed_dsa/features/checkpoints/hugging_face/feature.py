@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -108,6 +109,7 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
     flag = f"--load-hf {options.folder}"
     if argument(args, "pretrained_checkpoint"):
         yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
+    yield from check_stored(args, flag, "their master weights would be those of the initialization")
     for problem in mismatch.problems(args, options.folder, options.release):
         yield f"{flag}: {problem}"
 

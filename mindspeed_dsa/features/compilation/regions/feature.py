@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 
 def check_regions(args: Any, options: Any) -> Iterator[str]:
     """Yield problems with arguments that do not work together with compiled regions."""
+    if argument(args, "multi_latent_attention") is False:
+        yield "--compile-regions compiles latent attention, which this model lacks; omit it"
     yield from refuse_graphs(
         args, "--compile-regions", "it compiles at the first steps, which no graph captures"
     )

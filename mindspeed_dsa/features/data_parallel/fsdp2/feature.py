@@ -75,6 +75,7 @@ _REFUSED = {
     "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",
     "init_model_with_meta_device": "experts need their memory from the start; omit it",
     "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
+    "mtp_detach_heads": "Megatron reads the output layer's weight outside of the layer; omit it",
     "delay_wgrad_compute": (
         "Megatron leaves delayed weight gradients with Transformer Engine's layers, which know no shards; "
         "omit --delay-wgrad-compute: --moe-fb-overlap delays those of attention here"

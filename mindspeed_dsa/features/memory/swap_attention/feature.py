@@ -14,6 +14,8 @@ from mindspeed_dsa.features.memory.conditions import check_has_effect, check_wei
 from mindspeed_dsa.megatron import batches, releases
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.graphs import refuse_graphs
+from mindspeed_dsa.megatron.low_precision import check_stored
+from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
@@ -132,6 +134,7 @@ def _check_other_movers(args: Any) -> Iterator[str]:
         args, "--swap-attention", "what a graph saves for backward is in its own memory and passes no hook"
     )
     yield from check_weight_shards(args, "--swap-attention")
+    yield from check_stored(args, "--swap-attention", "autograd saves parts of such weights as activations")
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):
             yield (
@@ -172,11 +175,12 @@ def least_host_bytes(args: Any, options: Options) -> int | None:
     for multi-head attention also key and value. If the actual tensors do not fit, the host memory pool raises
     later.
     """
-    names = ("seq_length", "micro_batch_size", "num_layers", "num_attention_heads", "hidden_size")
+    names = ("seq_length", "micro_batch_size", "num_attention_heads", "hidden_size")
     sizes = [argument(args, name) for name in names]
-    if None in sizes or "self_attention" not in options.names:
+    of_stage = _layers_of_first_stage(args)
+    if None in sizes or of_stage is None or "self_attention" not in options.names:
         return None
-    length, batch, layers, heads, hidden = sizes
+    length, batch, heads, hidden = sizes
     stages = argument(args, "pipeline_model_parallel_size") or 1
     ranks = (argument(args, "tensor_model_parallel_size") or 1) * (
         argument(args, "context_parallel_size") or 1
@@ -200,11 +204,24 @@ def least_host_bytes(args: Any, options: Options) -> int | None:
     # Smaller storages stay on the device.
     if of_layer < options.smallest:
         return None
-    of_stage = layers // stages
     if options.num_layers is not None:
         of_stage = min(options.num_layers, of_stage)
     least: int = of_layer * of_stage * min(stages, _microbatches(args))
     return least
+
+
+def _layers_of_first_stage(args: Any) -> int | None:
+    """Return the number of the first stage's layers that are not recomputed in full; ``None`` if unknown."""
+    try:
+        split = Split.of(args)
+    except ValueError:  # a layout with unknown letters, which Megatron reports
+        return None
+    if split is None or split.problem:
+        return None
+    is_full = argument(args, "recompute_granularity") == "full"
+    recomputed = (argument(args, "recompute_num_layers") or 0) if is_full else 0
+    # --recompute-method block recomputes the first layers of each chunk.
+    return sum(max(len(chunk) - recomputed, 0) for chunk in split.by_rank[0])
 
 
 def _bytes_of_number(args: Any) -> int:

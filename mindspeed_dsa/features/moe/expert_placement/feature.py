@@ -11,6 +11,7 @@ from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
+from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
@@ -56,6 +57,7 @@ _UNNUMBERED = {
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
     """Report a placement file that does not fit the model, and unsupported combinations."""
     problems = [*_formats(args), *_combinations(args)]
+    problems += check_stored(args, FLAG, "their master weights would be those of the experts before")
     if hybrid := hybrid_flag(args):
         problems.append(
             f"{FLAG} numbers the layers of GPT models alone, not those of {hybrid}; omit one of them"

@@ -106,6 +106,19 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
             f"{FLAG}: Megatron's schedule of pairs has one layer of multi-token prediction, not {depth}; set "
             "--mtp-num-layers 1 or omit one of them"
         )
+    if depth and argument(args, "pack_documents"):
+        yield (
+            f"{FLAG}: Megatron's schedule of pairs has no multi-token prediction over packed documents; omit "
+            "--pack-documents or --mtp-num-layers"
+        )
+    frequency, layers = argument(args, "moe_layer_freq"), argument(args, "num_layers")
+    if isinstance(frequency, int) and layers is not None:
+        frequency = [int(layer % frequency == 0) for layer in range(layers)]
+    if depth and isinstance(frequency, list) and not frequency[-1]:
+        yield (
+            f"{FLAG}: Megatron's schedule of pairs has multi-token prediction with experts alone, and "
+            "--moe-layer-freq gives the last layer none, from which it is built; omit --mtp-num-layers"
+        )
     tied = argument(args, "untie_embeddings_and_output_weights") is False
     if stages == 1 and (depth or tied) and argument(args, "overlap_grad_reduce") and not options.counts_uses:
         user = "multi-token prediction uses" if depth else "the output layer shares"

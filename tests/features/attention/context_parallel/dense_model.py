@@ -65,8 +65,11 @@ def dense(attention: str, cp: int) -> Iterator[None]:
     """Make ``tests.support.model`` build a dense model inside the block."""
     build = latent_config if attention == "latent" else grouped_config
 
-    def config(**overrides: Any) -> Any:
-        return build(context_parallel_size=cp, **overrides)
+    def config(apply_rope_fusion: bool = False, **overrides: Any) -> Any:
+        built = build(context_parallel_size=cp, **overrides)
+        # Set here, because Megatron refuses it without Transformer Engine.
+        built.apply_rope_fusion = apply_rope_fusion
+        return built
 
     with (
         mock.patch.object(job, "SEQUENCE", SEQUENCE),

@@ -18,6 +18,7 @@ OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 QUICK = (
     ("grouped", 2, {"algorithm": RING, **OVERLAPPED}),
     ("latent", 4, {"algorithm": HYBRID, "degree": 2}),
+    ("latent", 2, {"algorithm": RING, "overrides": {"apply_rope_fusion": True}}),
 )
 FULL = (
     ("grouped", 2, {"algorithm": HEADS}),
@@ -55,6 +56,17 @@ def one_rank(pool):
         return result
 
     return step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", [RING, HEADS])
+def test_one_key_value_head_for_two_tensor_parallel_ranks(pool, algorithm):
+    one = {"overrides": {"num_query_groups": 1}, "attention": "grouped"}
+    (expected,) = pool.run(f"{CASES}:step", 1, **one)
+    ranks = pool.run(f"{CASES}:step", 4, cp=2, tp=2, algorithm=algorithm, **one)
+    actual = dense_model.in_one_group(ranks, 2, 2)
+    torch.testing.assert_close(actual["losses"], expected["losses"], rtol=1e-5, atol=0)
+    job.assert_same_gradients(actual["gradients"], expected["gradients"], rtol=1e-5)
 
 
 def check(pool, one_rank, attention, cp, given):

@@ -46,6 +46,9 @@ def problems(**changed):
 def test_what_works_is_not_refused():
     assert problems() == []
     assert problems(context_parallel_algo="megatron_cp_algo", num_attention_heads=6, num_query_groups=2) == []
+    # Megatron repeats each of 4 key-value heads for 2 tensor parallel ranks.
+    repeated = {"tensor_model_parallel_size": 8, "num_attention_heads": 64, "num_query_groups": 4}
+    assert problems(context_parallel_algo="megatron_cp_algo", **repeated) == []
     hybrid = {"context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 4}
     assert problems(**hybrid) == []
     assert problems(experimental_attention_variant="dsa", context_parallel_algo="kvallgather_cp_algo") == []

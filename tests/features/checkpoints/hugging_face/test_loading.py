@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_dsa import log, session, weights
-from mindspeed_dsa.features.checkpoints.hugging_face import loading
+from mindspeed_dsa.features.checkpoints.hugging_face import loading, mismatch
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE
+from mindspeed_dsa.features.checkpoints.hugging_face.feature import check_load
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
@@ -162,3 +163,12 @@ def test_a_loop_that_reads_our_variables_serves_them_itself(tmp_path: Path) -> N
     assert "load-hf" in [feature.name for feature in active]
     assert "megatron.training" not in sys.modules
     assert not checks.outside_training_loop(active, settings)
+
+
+def test_weights_stored_in_fp8_are_refused():
+    """Megatron takes the master weights of such weights from their initialization."""
+    job = SimpleNamespace(fp8="e4m3", fp8_param_gather=True)
+    options = SimpleNamespace(folder="m", release=None)
+    with mock.patch.object(mismatch, "problems", return_value=[]):
+        (problem,) = check_load(job, options)
+    assert "--load-hf m does not combine with --fp8-param-gather" in problem

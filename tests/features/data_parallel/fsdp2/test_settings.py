@@ -26,6 +26,7 @@ def problems(**arguments):
         ({"ckpt_format": "torch"}, "it does not save shards; use torch_dist"),
         ({"ckpt_format": "torch_dcp"}, "no job could load its checkpoints; use torch_dist"),
         ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
+        ({"mtp_detach_heads": True}, "reads the output layer's weight outside of the layer"),
         ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute: --moe-fb-overlap delays"),
         ({"hybrid_override_pattern": "M*M*"}, "--hybrid-override-pattern: checkpoints of Mamba layers"),
         ({"optimizer": "muon"}, "use adam or sgd"),

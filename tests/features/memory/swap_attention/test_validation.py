@@ -44,6 +44,7 @@ def least(args: SimpleNamespace) -> int | None:
         ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"overlap_moe_expert_parallel_comm": True}, "takes apart"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: weights"),
+        ({"fp8": "e4m3", "fp8_param_gather": True}, "omit --fp8-param-gather"),
         (
             {"swap_modules": "self_attention,mlp"},
             "'mlp' cannot be swapped; use names out of input_norm, self_",
@@ -85,6 +86,21 @@ def test_what_goes_together(arguments):
         ({"tensor_model_parallel_size": 4, "context_parallel_size": 2}, 4 * 128 * 32 / 1024 / 8),
         ({"swap_attention_num_layers": 3}, 4 * 128 * 3 / 1024),
         ({"bf16": False}, 8 * 128 * 32 / 1024),
+        # blocks keep the layers behind the first 12 of each chunk
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 12},
+            4 * 128 * 20 / 1024,
+        ),
+        # a first stage of two layers
+        (
+            {
+                "pipeline_model_parallel_size": 4,
+                "decoder_first_pipeline_num_layers": 2,
+                "global_batch_size": 32,
+                "data_parallel_size": 2,
+            },
+            4 * 128 * 2 * 4 / 1024,
+        ),
         # four stages of eight layers: four microbatches in flight, or all if there are fewer
         (
             {"pipeline_model_parallel_size": 4, "global_batch_size": 32, "data_parallel_size": 2},

@@ -60,6 +60,7 @@ def test_a_placement_of_another_model_is_refused_in_one_message(tmp_path, argume
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format torch"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"fp8": "e4m3", "fp8_param_gather": True}, "omit --fp8-param-gather"),
         ({"moe_use_upcycling": True}, "--moe-use-upcycling"),
         (
             {
