@@ -89,6 +89,10 @@ def run_shared_expert(args: Any, flag: str) -> list[str]:
     return [f"the shared expert runs under transfers by {flag}, in place of --moe-shared-expert-overlap"]
 
 
+_FLAGS = {"cpu_offloading": "cpu_offloading_num_layers", "logit_dtype": "output_logit_dtype"}
+"""Arguments whose flag has another name."""
+
+
 def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[str]:
     """Yield a problem for each argument that is set but that the feature does not support.
 
@@ -100,7 +104,7 @@ def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[
     for name, why in refused.items():
         value = argument(args, name)
         if value and value != "none":
-            other = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")
+            other = _FLAGS.get(name, name).replace("_", "-")
             # Megatron's dropouts are on by default.
             way_out = f"use --{other} 0, or omit {flag}" if other.endswith("dropout") else "omit one of them"
             yield f"{flag} cannot be used with --{other}, which {why}; {way_out}"

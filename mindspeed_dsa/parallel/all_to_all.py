@@ -15,7 +15,7 @@ but adds the autograd node that waits for the gradient. Inside :func:`returning`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -105,6 +105,13 @@ class InFlight:
         with names.under(self._name.reversed() if reverse else self._name):
             work = dist.all_to_all_single(result, rows, receive, send, group=self._group, async_op=True)
         return Pending(result, [work], [rows])
+
+
+def wait_now(flights: Iterable[InFlight]) -> None:
+    """Wait for transfers that have been launched, without a node of the graph."""
+    for flight in flights:
+        if flight.forward is not None:
+            flight.forward.wait()
 
 
 def start(

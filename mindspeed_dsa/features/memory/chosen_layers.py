@@ -81,8 +81,8 @@ def rows(module: str, versions: str) -> tuple[Patch, ...]:
     """Return the patches that select layers when Megatron constructs a transformer or MTP block.
 
     Args:
-        module: name of the module that defines ``choose_in_block`` and ``choose_in_mtp``, built from the
-            functions below.
+        module: name of the module that defines ``choose_in_block`` and ``choose_in_mtp``, the
+            results of :func:`decorators`.
         versions: supported versions of Megatron-core.
     """
     return (
@@ -126,17 +126,32 @@ def chosen(layers: Sequence[int], chunk: int, wanted: int | None, in_full: int =
     return [position for position, index in order[:wanted] if index == chunk]
 
 
-def choose_in_block(
-    original: Callable[..., None], context: Context[_Options], choose: Callable[[Any], None], check: Check
-) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__`` to call ``choose`` on each selected layer.
+_Decorator = Callable[[Callable[..., None], Context[_Options]], Callable[..., None]]
+
+
+def decorators(
+    choose_with: Callable[[Context[_Options]], Callable[[Any], None]], check: Check
+) -> tuple[_Decorator[_Options], _Decorator[_Options]]:
+    """Return ``choose_in_block`` and ``choose_in_mtp`` of a feature.
 
     Args:
-        original: Megatron's method.
-        context: context of the feature.
-        choose: callback that takes a transformer layer.
+        choose_with: function that returns, for a context, a callback that takes a chosen transformer layer.
         check: check of the model configuration, which yields the feature's conflicts.
     """
+
+    def choose_in_block(original: Callable[..., None], context: Context[_Options]) -> Callable[..., None]:
+        return _choose_in_block(original, context, choose_with(context), check)
+
+    def choose_in_mtp(original: Callable[..., None], context: Context[_Options]) -> Callable[..., None]:
+        return _choose_in_mtp(original, context, choose_with(context))
+
+    return choose_in_block, choose_in_mtp
+
+
+def _choose_in_block(
+    original: Callable[..., None], context: Context[_Options], choose: Callable[[Any], None], check: Check
+) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__`` to call ``choose`` on each selected layer."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check, config)
@@ -153,7 +168,7 @@ def choose_in_block(
     return __init__
 
 
-def choose_in_mtp(
+def _choose_in_mtp(
     original: Callable[..., None], context: Context[_Options], choose: Callable[[Any], None]
 ) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionBlock.__init__`` to call ``choose`` on its layers.

@@ -37,11 +37,6 @@ def any_of(*rules: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda settings: any(rule(settings) for rule in rules)
 
 
-def is_given(option: str) -> Callable[[Any], bool]:
-    """Return a predicate that is true when an option is set."""
-    return lambda settings: getattr(settings, option, None) is not None
-
-
 def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
     """Return a predicate on settings: ``rule`` holds, and ``feature``, which is resolved earlier, is off."""
     return lambda settings: rule(settings) and feature not in settings.features_on

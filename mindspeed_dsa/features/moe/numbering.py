@@ -38,8 +38,8 @@ def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
     """Return the patches that call a feature's functions when MoE layers are built.
 
     Args:
-        module: import path of a module with ``in_block`` and ``in_mtp_block``, which call :func:`after_block`
-            and :func:`after_mtp_block`.
+        module: import path of a module with ``in_block`` and ``in_mtp_block``, the
+            results of :func:`decorators`.
         why: reason for the patches, one sentence.
         versions: range of Megatron-core versions.
     """
@@ -49,26 +49,29 @@ def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
     )
 
 
-def after_block(original: Callable[..., None], context: Context[Any], visit: Visit) -> Callable[..., None]:
-    """Wrap ``TransformerBlock.__init__``: call ``visit`` with each chunk's MoE layers, on every stage."""
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        visit(config, _below(self.layers, context, 0))
-
-    return __init__
+_Decorator = Callable[[Callable[..., None], Context[Any]], Callable[..., None]]
 
 
-def after_mtp_block(
-    original: Callable[..., None], context: Context[Any], visit: Visit
-) -> Callable[..., None]:
-    """Wrap ``MultiTokenPredictionBlock.__init__``: call ``visit`` with the MTP layers' MoE layers."""
+def decorators(visit_of: Callable[[Context[Any]], Visit]) -> tuple[_Decorator, _Decorator]:
+    """Return ``in_block`` and ``in_mtp_block`` of a feature, called with MoE layers on every stage.
 
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        visit(config, _below(self.layers, context, config.num_layers))
+    Args:
+        visit_of: function that returns, for a context, a function to call with a block's MoE layers.
+    """
 
-    return __init__
+    def decorator(is_mtp: bool) -> _Decorator:
+        def decorate(original: Callable[..., None], context: Context[Any]) -> Callable[..., None]:
+            visit = visit_of(context)
+
+            def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+                original(self, config, *args, **kwargs)
+                visit(config, _below(self.layers, context, config.num_layers if is_mtp else 0))
+
+            return __init__
+
+        return decorate
+
+    return decorator(False), decorator(True)
 
 
 def _below(layers: Sequence[Any], context: Context[Any], before: int) -> list[Numbered]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack, unpack_for
 from mindspeed_dsa.ops.moe_permute.triton_kernels import (
     add_up_kernel,
@@ -32,12 +32,7 @@ def unsupported(shape: ShapeClass) -> str | None:
     return unsupported_here(shape)
 
 
-def plan_permute(tokens: Tensor, probs: Tensor | None, topk: int | None) -> Any:
-    """Return None, because the backend takes every call."""
-
-
-def plan_unpermute(row_map: Tensor, rows: int, probs: Tensor | None) -> Any:
-    """Return None, because the backend takes every call."""
+plan_permute = plan_unpermute = takes_every_call
 
 
 def permute(

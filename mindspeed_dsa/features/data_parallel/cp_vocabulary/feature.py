@@ -8,35 +8,25 @@ from typing import Any
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import check_refused
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--cp-shard-vocabulary"
 _REFUSED = {
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "has buffers of its own"),
-    "use_custom_fsdp": ("--use-custom-fsdp", "has buffers of its own"),
-    "data_parallel_random_init": (
-        "--data-parallel-random-init",
-        "copies weights from one context parallel rank to the others",
-    ),
-    "overlap_param_gather_with_optimizer_step": (
-        "--overlap-param-gather-with-optimizer-step",
-        "has an optimizer for each model chunk",
-    ),
+    "use_megatron_fsdp": "has buffers of its own",
+    "use_custom_fsdp": "has buffers of its own",
+    "data_parallel_random_init": "copies weights from one context parallel rank to the others",
+    "overlap_param_gather_with_optimizer_step": "has an optimizer for each model chunk",
     "check_weight_hash_across_dp_replicas_interval": (
-        "--check-weight-hash-across-dp-replicas-interval",
-        "compares weights of context parallel ranks, which differ",
+        "compares weights of context parallel ranks, which differ"
     ),
     "distrib_optim_fully_reshardable_mem_efficient": (
-        "--distrib-optim-fully-reshardable-mem-efficient",
-        "needs groups of gloo, which the optimizer of the vocabulary lacks",
+        "needs groups of gloo, which the optimizer of the vocabulary lacks"
     ),
-    "hybrid_context_parallel": (
-        "--hybrid-context-parallel",
-        "gives the ranks different numbers of tokens",
-    ),
-    "optimizer_cpu_offload": ("--optimizer-cpu-offload", "counts on one optimizer for all weights"),
+    "hybrid_context_parallel": "gives the ranks different numbers of tokens",
+    "optimizer_cpu_offload": "counts on one optimizer for all weights",
 }
-"""Dict from refused argument of Megatron to its flag and the reason."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 def check_vocabulary(args: Any, options: None) -> Iterator[str]:
@@ -49,9 +39,7 @@ def check_vocabulary(args: Any, options: None) -> Iterator[str]:
         )
         return
     yield from _check_divisible(args, ranks)
-    for name, (flag, why) in _REFUSED.items():
-        if argument(args, name):
-            yield f"{FLAG} cannot be used with {flag}, which {why}; omit one of them"
+    yield from check_refused(args, FLAG, _REFUSED)
     if argument(args, "ckpt_format") not in (None, "torch_dist"):
         yield (
             f"{FLAG}: --ckpt-format {argument(args, 'ckpt_format')} saves the part of one context parallel "

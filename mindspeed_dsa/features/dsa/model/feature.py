@@ -286,7 +286,7 @@ _ANY = ">=0.12.1,<0.21"
 _WHY = "Megatron's configuration lacks the field, and Megatron-LM copies arguments to fields it knows"
 
 
-def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY) -> tuple[Patch, ...]:
+def field_rows(names: tuple[str, ...], impl: str, versions: str) -> tuple[Patch, ...]:
     """Build patches that add fields to Megatron's two configuration classes.
 
     The fields are added to ``__dataclass_fields__``, so code that reads, copies or derives configurations
@@ -296,14 +296,13 @@ def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY
         names: names of the fields, and of the ``dataclasses.Field`` objects in ``impl``.
         impl: import path ``module:namespace`` of the field objects.
         versions: Megatron-core releases that lack the fields.
-        why: reason stored in each patch.
     """
     return tuple(
         Patch(
             f"{_CONFIG}:{config}.__dataclass_fields__",
             "entry",
             f"{impl}.{name}",
-            why,
+            _WHY,
             versions=versions,
             key=name,
         )

@@ -51,24 +51,20 @@ def _mark(parameter: Any, dimension: int, stride: int = 1) -> None:
         parameter.partition_stride = stride
 
 
-def mark_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers whose weight ``[out, in]`` is split along dimension 0: mark it."""
+def _marking(dimension: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of ``__init__`` of layers whose weight ``[out, in]`` is split along a dimension."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _mark(self.weight, 0, kwargs.get("stride", 1))
+    def mark(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            _mark(self.weight, dimension, kwargs.get("stride", 1))
 
-    return __init__
+        return __init__
+
+    return mark
 
 
-def mark_columns(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers whose weight ``[out, in]`` is split along dimension 1: mark it."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _mark(self.weight, 1, kwargs.get("stride", 1))
-
-    return __init__
+mark_rows, mark_columns = _marking(0), _marking(1)
 
 
 def mark_experts(original: Callable[..., None]) -> Callable[..., None]:

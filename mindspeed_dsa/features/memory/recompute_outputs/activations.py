@@ -114,18 +114,6 @@ def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]
     return forward
 
 
-def choose_in_block(
-    original: Callable[..., None], context: Context[ActivationOptions]
-) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__`` to register the MLPs of selected layers."""
-    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_activation)
-
-
-def choose_in_mtp(original: Callable[..., None], context: Context[ActivationOptions]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__`` to register the MLPs of its layers."""
-    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
-
-
 def _choose_with(context: Context[ActivationOptions]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
         mlp = context.megatron("core.transformer.mlp").MLP
@@ -150,3 +138,6 @@ def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
         if module is shared and (releases.recomputes_shared_experts(mlp) or mlp.shared_expert_overlap):
             continue
         yield (f"mlp.{name}" if name else "mlp"), module
+
+
+choose_in_block, choose_in_mtp = chosen_layers.decorators(_choose_with, check_activation)

@@ -82,11 +82,4 @@ def _readers(layer: Any) -> Iterator[Any]:
     yield getattr(getattr(mlp, "shared_experts", mlp), "linear_fc1", None)
 
 
-def choose_in_block(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__`` to register selected layers."""
-    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_norm)
-
-
-def choose_in_mtp(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__`` to register its layers."""
-    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
+choose_in_block, choose_in_mtp = chosen_layers.decorators(_choose_with, check_norm)

@@ -60,10 +60,6 @@ class SharedStorage(ABC):
     def _low(self, start: int, end: int) -> Tensor:
         """Return the int16 lower halves of numbers ``start`` to ``end``, which must be inside one block."""
 
-    def listed_bytes(self) -> int:
-        """Return the size of the side list in bytes."""
-        return sum(each.nbytes for both in self._listed.values() for each in both)
-
     def read(self, start: int, end: int) -> Tensor:
         """Return a copy of the float32 numbers ``start`` to ``end`` in either form."""
         if self.in_master_form:

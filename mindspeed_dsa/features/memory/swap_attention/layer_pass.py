@@ -121,16 +121,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__`` to install hooks on selected layers."""
-    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_swapped_attention)
-
-
-def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__`` to install hooks on its layers."""
-    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
-
-
 def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
         modules = vars(layer)[_SWAPS] = _Modules(context.options.attributes, context.megatron)
@@ -376,3 +366,6 @@ class _Swapped(_Saved):
 
 def _unpack(saved: _Saved) -> Tensor:
     return saved.tensor()
+
+
+choose_in_block, choose_in_mtp = chosen_layers.decorators(_choose_with, check_swapped_attention)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.memory.conditions import check_moved_adam, is_given
+from mindspeed_dsa.features.memory.conditions import check_moved_adam
 from mindspeed_dsa.megatron import optimizer, releases
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.optimizer import Hook
@@ -125,7 +125,7 @@ FEATURE = Feature(
             "or --virtual-optimizer to keep the optimizer's own step",
         ),
     ),
-    active=is_given("virtual_optimizer"),
+    active=lambda settings: getattr(settings, "virtual_optimizer", None) is not None,
     options=Options.of,
     check=check_mapped_moments,
     doc="virtual-optimizer.md",

@@ -13,6 +13,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
     check_all_to_all,
     check_experts,
+    check_refused,
     number_of_experts,
     run_shared_expert,
 )
@@ -46,12 +47,8 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
             "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
         )
     yield from refuse_graphs(args, FLAG, "a graph holds each transfer at a fixed place")
-    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
-        if argument(args, name):
-            yield (
-                f"{FLAG} cannot be used with --{name.replace('_', '-')}, which takes weight gradients before "
-                "those under the transfers are there; omit one of them"
-            )
+    why = "takes weight gradients before those under the transfers are there"
+    yield from check_refused(args, FLAG, dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp"), why))
     if argument(args, "transformer_impl") == "transformer_engine":
         log.get("moe-alltoall-overlap-comm").info(
             "weight gradients of Transformer Engine's experts stay where they are; the shared expert alone "

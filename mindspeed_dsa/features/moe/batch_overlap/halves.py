@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half
-from mindspeed_dsa.parallel.all_to_all import InFlight, launching
+from mindspeed_dsa.parallel.all_to_all import InFlight, launching, wait_now
 from mindspeed_dsa.parallel.names import named, of_half
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
@@ -65,7 +65,8 @@ class Half:
         with of_half(self._number), named("dispatch"), launching(self.dispatched):
             self._dispatcher.token_dispatch(*self._permuted)
         self._permuted = None
-        self._wait_now(self.dispatched)
+        if self._waits:
+            wait_now(self.dispatched)
 
     def arrive(self) -> None:
         """Wait for the dispatched hidden states and probabilities."""
@@ -80,17 +81,13 @@ class Half:
         """Start the combine. ``after``: mark of an earlier transfer, see ``all_to_all.start``."""
         with of_half(self._number), named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
-        self._wait_now(self.combined)
+        if self._waits:
+            wait_now(self.combined)
 
     def finish(self, combined: Tensor) -> Tensor:
         """Return the combined output of the half's tokens, ``[tokens, hidden]``."""
         output: Tensor = self._dispatcher.combine_postprocess(combined)
         return output
-
-    def _wait_now(self, flights: list[InFlight]) -> None:
-        for flight in flights:
-            if self._waits and flight.forward is not None:
-                flight.forward.wait()
 
 
 def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedOutput | None) -> Tensor:

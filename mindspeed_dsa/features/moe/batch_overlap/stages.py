@@ -24,7 +24,7 @@ from mindspeed_dsa.megatron.attribute_override import switched_off
 from mindspeed_dsa.megatron.indexer_loss import part_of_loss
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
-from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning
+from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning, wait_now
 from mindspeed_dsa.parallel.names import named, of_half
 
 
@@ -96,7 +96,8 @@ class Stages:
         with self._stage(), named("dispatch", self._moe.layer_number), launching(self._dispatched):
             self._dispatcher.token_dispatch(*self._hidden)
         self._hidden = None
-        self._wait_now(self._dispatched)
+        if self._waits:
+            wait_now(self._dispatched)
 
     def arrive(self) -> None:
         """Wait for the dispatched hidden states and probabilities."""
@@ -128,7 +129,8 @@ class Stages:
         with self._stage(), named("combine", self._moe.layer_number), launching(self._combined):
             self._dispatcher.token_combine(self._hidden)
         self._hidden = None
-        self._wait_now(self._combined)
+        if self._waits:
+            wait_now(self._combined)
 
     def land(self) -> None:
         """Wait for the combine."""
@@ -166,11 +168,6 @@ class Stages:
         finally:
             moe.token_dispatcher = dispatcher
             self._state.half = before
-
-    def _wait_now(self, flights: list[InFlight]) -> None:
-        for flight in flights:
-            if self._waits and flight.forward is not None:
-                flight.forward.wait()
 
 
 class _Node:

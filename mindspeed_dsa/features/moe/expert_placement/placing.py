@@ -46,16 +46,6 @@ class _Chosen:
         return self._by_world[world]
 
 
-def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``TransformerBlock.__init__``: place its experts."""
-    return numbering.after_block(original, context, _placing(context))
-
-
-def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``MultiTokenPredictionBlock.__init__``: place its experts."""
-    return numbering.after_mtp_block(original, context, _placing(context))
-
-
 def _placing(context: Context[Options]) -> numbering.Visit:
     def place(config: Any, layers: Sequence[Numbered]) -> None:
         # Every rank builds a block first, even without experts, so all ranks make the collective call.
@@ -74,6 +64,9 @@ def _placing(context: Context[Options]) -> numbering.Visit:
                 move(layer, order, context)
 
     return place
+
+
+in_block, in_mtp_block = numbering.decorators(_placing)
 
 
 def _common(context: Context[Options], ranks: int) -> Placement | None:

@@ -146,7 +146,6 @@ def check_experts(args: Any, options: Options) -> Iterator[str]:
 
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.experts"
 _CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
-_STATE = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
 _COUNTS = "mindspeed_dsa.features.moe.grouped_experts.counts"
 _SAVE_BUFFERS = "save_buffers_of_single_experts"
 _OPTIMIZERS = "megatron.core.optimizer"
@@ -214,7 +213,7 @@ FEATURE = Feature(
             Patch(
                 f"{_OPTIMIZERS}.optimizer:ChainedOptimizer.{method}",
                 "wrap",
-                f"{_STATE}:{impl}",
+                f"{_CHECKPOINT}:{impl}",
                 "translates the numbers of parameters in the format torch between stacked and single experts",
                 params=params,
                 versions=_RANGE,
@@ -228,7 +227,7 @@ FEATURE = Feature(
             Patch(
                 f"{_OPTIMIZERS}.{target}",
                 "wrap",
-                f"{_STATE}:{impl}",
+                f"{_CHECKPOINT}:{impl}",
                 "reorders whole buffers of optimizer state between stacked and single experts",
                 params=params,
                 versions=_RANGE,

@@ -257,11 +257,4 @@ def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Cal
     return forward
 
 
-def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``TransformerBlock.__init__``: register its MoE layers."""
-    return numbering.after_block(original, context, counts_of(context).built)
-
-
-def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Wrap ``MultiTokenPredictionBlock.__init__``: register its MoE layers."""
-    return numbering.after_mtp_block(original, context, counts_of(context).built)
+in_block, in_mtp_block = numbering.decorators(lambda context: counts_of(context).built)

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import check_refused
 from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.patches.spec import Patch
 
@@ -23,29 +24,20 @@ _GRADIENT = Flag(
     choices=("auto", "forward", "backward"),
 )
 _FLOAT = 4
+_MODELS = ("use_legacy_models", "is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _REFUSED = {
-    "cross_entropy_loss_fusion": (
-        "--cross-entropy-loss-fusion",
-        "is a loss of whole logits, which there are none of",
-    ),
-    "defer_embedding_wgrad_compute": (
-        "--defer-embedding-wgrad-compute",
-        "keeps the gradients of whole logits until the pipeline is flushed",
-    ),
-    "config_logger_dir": ("--config-logger-dir", "writes whole logits to a file"),
-    "fp8_output_proj": ("--fp8-output-proj", "multiplies in Transformer Engine's fp8"),
-    "logit_dtype": ("--output-logit-dtype", "has products in another dtype than their operands"),
-    "logits_save_dir": ("--logits-save-dir", "reads whole logits"),
-    "logits_load_dir": ("--logits-load-dir", "reads whole logits"),
-    "export_kd_teacher_load": ("--export-kd-teacher-load", "reads whole logits"),
-    "use_legacy_models": ("--use-legacy-models", "has a model of its own, which is not served"),
-    "is_hybrid_model": ("--is-hybrid-model", "has a model of its own, which is not served"),
-    "hybrid_override_pattern": ("--hybrid-override-pattern", "has a model of its own, which is not served"),
-    "hybrid_layer_pattern": ("--hybrid-layer-pattern", "has a model of its own, which is not served"),
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "takes gradients out of its own linear layers"),
-    "use_custom_fsdp": ("--use-custom-fsdp", "takes gradients out of its own linear layers"),
+    "cross_entropy_loss_fusion": "is a loss of whole logits, which there are none of",
+    "defer_embedding_wgrad_compute": "keeps the gradients of whole logits until the pipeline is flushed",
+    "config_logger_dir": "writes whole logits to a file",
+    "fp8_output_proj": "multiplies in Transformer Engine's fp8",
+    "logit_dtype": "has products in another dtype than their operands",
+    "logits_save_dir": "reads whole logits",
+    "logits_load_dir": "reads whole logits",
+    "export_kd_teacher_load": "reads whole logits",
+    **dict.fromkeys(_MODELS, "has a model of its own, which is not served"),
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp"), "takes gradients out of its own linear layers"),
 }
-"""Dict from refused argument of Megatron to its flag and the reason."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +77,7 @@ def forms_in_forward(choice: str, tokens: float, hidden: int, number: int) -> bo
 
 def check_linear_cross_entropy(args: Any, options: Any) -> Iterator[str]:
     """Yield problems with arguments that need full logits."""
-    for name, (flag, why) in _REFUSED.items():
-        if argument(args, name):
-            yield f"{FLAG} cannot be used with {flag}, which {why}; omit one of them"
+    yield from check_refused(args, FLAG, _REFUSED)
     if argument(args, "fused_linear_cross_entropy_gradient") != "backward":
         why = (
             f"without {FLAG}-gradient backward, the host reads in backward which tokens were weighted "
