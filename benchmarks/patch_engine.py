@@ -96,9 +96,9 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
 def _static_check(stubs: stub_packages.Stubs) -> StaticCheck:
     """Return a checker that has read no source yet, and knows the fingerprints of all targets."""
     root = stub_packages.PACKAGE
-    recorder = Checker(SourceTree.installed(), root=root, original_root=root)
+    recorder = Checker(SourceTree(), root=root, original_root=root)
     known = {c.patch.label: {"1.0": recorder.inspect(c.patch).fingerprint} for c in stubs.claims}
-    return Checker(SourceTree.installed(), "1.0", known, root, root)
+    return Checker(SourceTree(), "1.0", known, root, root)
 
 
 def _require_all_applied(manager: PatchManager) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_dsa.patches.errors import shortened
+
 Level = Literal["error", "warning", "note"]
 """``error`` fails the job or gives wrong results, ``warning`` is slower or risky, ``note`` is informative."""
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -148,9 +150,7 @@ class Surroundings:
     @property
     def hidden(self) -> str:
         """Communication that the job hides behind computation, as text for a message."""
-        shown = ", ".join(self.overlaps[:3])
-        more = len(self.overlaps) - 3
-        return f"{shown} and {more} more" if more > 0 else shown
+        return shortened(self.overlaps, 3)
 
 
 @dataclass(frozen=True)

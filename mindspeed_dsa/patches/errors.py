@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 REFUSED = 2
@@ -70,6 +71,12 @@ def say_once(text: str) -> None:
                 return
         time.sleep(_LOOK_EVERY_S)
     print(text, file=sys.stderr, flush=True)
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """Return names for a message, as ``a, b and 3 more``: the first ones, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 class PatchDeclarationError(MindSpeedDSAError, ValueError):

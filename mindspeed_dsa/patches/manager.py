@@ -17,7 +17,7 @@ from typing import Any
 from mindspeed_dsa import log
 from mindspeed_dsa.patches import hooks, stale, versions
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
-from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError, shortened
 from mindspeed_dsa.patches.site import Covered, Site, SiteReport, State, describe
 from mindspeed_dsa.patches.spec import Claim, Patch
 
@@ -278,7 +278,11 @@ class PatchManager:
             held = [site for site in applied if site.stale and site.stale_is_error]
             if held and gc.collect():  # collect first: a holder that is garbage is not an error
                 stale.note_holders(held, holding)
-            refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
+            refused += [
+                (site, _HELD.format(holders=shortened(site.stale, _NAMED_HOLDERS)))
+                for site in held
+                if site.stale
+            ]
         refused = [(site, reason) for site, reason in refused if site.required]
         if refused:
             self.undo()
@@ -374,8 +378,3 @@ def _know_nothing(patch: Patch) -> tuple[list[str], list[str]]:
 
 def _words(site: Site) -> str:
     return f"{site.who}: {site.label}: {site.reason}"
-
-
-def _listed(holders: list[str]) -> str:
-    more = len(holders) - _NAMED_HOLDERS
-    return ", ".join(holders[:_NAMED_HOLDERS]) + (f" and {more} more" if more > 0 else "")

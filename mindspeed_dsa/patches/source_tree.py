@@ -215,11 +215,6 @@ class SourceTree:
         self._display = ("", "")
 
     @classmethod
-    def installed(cls) -> SourceTree:
-        """Return a tree over the interpreter's own search path."""
-        return cls()
-
-    @classmethod
     def folder(cls, path: str | Path) -> SourceTree:
         """Return a tree over a checkout or ``site-packages`` folder that contains the top-level package."""
         return cls([str(path)], fallback=cls())

@@ -100,6 +100,22 @@ def private(path: str, who: str) -> Any:
         ) from error
 
 
+def is_importable(module: str) -> bool:
+    """Return whether a module can be found; imports its parent packages, if it has any."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def parsed(text: str | None) -> Version | None:
+    """Return a release as a :class:`Version`; ``None`` without one, or if it is not a PEP 440 version."""
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None
+
+
 def version_in_source(text: str) -> str | None:
     """Return the version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
     values: dict[str, object] = {}
@@ -137,15 +153,15 @@ def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
     package = patch.module.partition(".")[0]
     version = version_of(package)
     try:
-        covered = _covers(patch.versions, version)
+        covered = covers(patch.versions, version)
     except ValueError as error:
         raise PatchDeclarationError(f"{patch.target}: `versions` is not a PEP 440 range: {error}") from error
     return "" if covered else f"{package} {version} is outside {patch.versions}"
 
 
 @cache
-def _covers(versions: str, version: str | None) -> bool:
-    """Return whether a range contains the version, or may contain it.
+def covers(versions: str, version: str | None) -> bool:
+    """Return whether a range contains the version, or may contain it: ``None``, or a fork's commit id.
 
     Raises:
         ValueError: the range cannot be parsed.

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from mindspeed_dsa.environment import Finding
+from mindspeed_dsa.patches.versions import parsed
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def release_of(torch_npu: str) -> Release | None:
 
     A wheel whose version is between two releases is a patch of the older one.
     """
-    number = _version(torch_npu)
+    number = parsed(torch_npu)
     # Newest first. 2.7.1.post5 is older than 26.1.0's 2.7.1.post8 and newer than 26.0.0's 2.7.1.post4, so
     # it belongs to 26.0.0.
     for release in reversed(RELEASES):
@@ -165,14 +166,7 @@ def _series(cann: str) -> str | None:
     return None if found is None else ".".join(found.groups())
 
 
-def _version(text: str | None) -> Version | None:
-    try:
-        return None if text is None else Version(text)
-    except InvalidVersion:
-        return None
-
-
 def _release(text: str | None) -> tuple[int, ...] | None:
     """Return the first three numbers of a torch or torch_npu version, which name the torch release."""
-    found = _version(text)
+    found = parsed(text)
     return None if found is None else found.release[:3]

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from mindspeed_dsa import features
-from mindspeed_dsa.patches import Covered, compose
+from mindspeed_dsa.patches import Covered, compose, versions
+from mindspeed_dsa.patches.errors import shortened
 from mindspeed_dsa.patches.signatures import is_a
 from mindspeed_dsa.settings import Settings
 
@@ -86,11 +86,10 @@ class Presence:
         return {"library": self.package, "places": [*self.places], "dropped": [*self.dropped]}
 
     def __str__(self) -> str:
-        said = [f"{self.package} has changed {_listed(self.places)}"] if self.places else []
+        said = [f"{self.package} has changed {shortened(self.places, _NAMED)}"] if self.places else []
         if self.dropped:
-            said.append(
-                f"the function of {self.package} in place of {_listed(self.dropped)} is no longer called"
-            )
+            dropped = shortened(self.dropped, _NAMED)
+            said.append(f"the function of {self.package} in place of {dropped} is no longer called")
         return "; ".join(said)
 
 
@@ -108,15 +107,11 @@ def refusal(active: bool, resolved: Settings) -> str | None:
     who = " and ".join(patcher.name for patcher in loaded)
     names = list(dict.fromkeys(name for functions in loaded.values() for name in functions))
     return (
-        f"mindspeed_dsa: {who} has patched {len(names)} functions of this process ({_listed(names)}), and "
-        f"only one of the two libraries can be in it{_acting_twice(loaded, resolved)}: "
+        f"mindspeed_dsa: {who} has patched {len(names)} functions of this process "
+        f"({shortened(names, _NAMED)}), and only one of the two libraries can be in it"
+        f"{_acting_twice(loaded, resolved)}: "
         f"{'; '.join(patcher.do for patcher in loaded)}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _acting_twice(found: Iterable[Patcher], resolved: Settings) -> str:
@@ -191,17 +186,10 @@ def installed() -> dict[Patcher, str]:
     """Return the libraries that can be imported here, with their release; imports nothing."""
     releases = {}
     for patcher in PATCHERS:
-        release = next(filter(None, map(_release, patcher.packages)), "")
+        release = next(filter(None, map(versions.of_package, patcher.packages)), "")
         if release or any(_exists(package) for package in patcher.packages):
             releases[patcher] = release or "of unknown release"
     return releases
-
-
-def _release(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _exists(package: str) -> bool:

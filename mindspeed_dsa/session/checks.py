@@ -25,11 +25,11 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
     messages: list[str] = []
     names = {feature.name for feature in active}
     for feature in active:
-        switch = _switched_on_by(feature, settings)
+        who = _switched_on(feature, settings)
         requires = feature.requires
         if settings.platform not in requires.platforms:
             messages.append(
-                f"{feature.name}{switch} runs on {', '.join(requires.platforms)}, but this is platform "
+                f"{who} runs on {', '.join(requires.platforms)}, but this is platform "
                 f"{settings.platform}; switch it off here"
             )
         for distribution, wanted in requires.versions.items():
@@ -37,21 +37,21 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
             if version is None:
                 ours = ", or name your fork's package with --megatron-root"
                 messages.append(
-                    f"{feature.name}{switch} needs {distribution} {wanted}, which is not installed; "
+                    f"{who} needs {distribution} {wanted}, which is not installed; "
                     f"pip install '{distribution}{wanted}'"
                     f"{ours if distribution == versions.MEGATRON_DISTRIBUTION else ''}"
                 )
             # Pre-releases count, because branches and nightly builds have pre-release versions.
             elif not SpecifierSet(wanted).contains(version, prereleases=True):
                 messages.append(
-                    f"{feature.name}{switch} needs {distribution} {wanted}, but {version} is installed; "
+                    f"{who} needs {distribution} {wanted}, but {version} is installed; "
                     "install a release in that range or switch the feature off"
                 )
         for package, command in requires.packages.items():
             if find_spec(package) is None:
-                messages.append(f"{feature.name}{switch} needs the package {package}: {command}")
+                messages.append(f"{who} needs the package {package}: {command}")
         messages += [
-            f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
+            f"{who} cannot be combined with {conflict.feature}: {conflict.why}"
             for conflict in feature.conflicting(names, settings)
         ]
     return messages
@@ -62,7 +62,7 @@ def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]
     # Separate from problems(), because a job may still switch the feature on later, from code.
     names = {feature.name for feature in active}
     return [
-        f"{feature.name}{_switched_on_by(feature, settings)} needs the feature {other}, {_how_to_get(other)}"
+        f"{_switched_on(feature, settings)} needs the feature {other}, {_how_to_get(other)}"
         for feature in active
         for other in feature.requires.features
         if other not in names
@@ -76,7 +76,7 @@ def outside_training_loop(active: Sequence[Feature], settings: Settings) -> list
     explicit = settings.chosen()
     # A loop that parses our flags and variables, such as the examples', serves them by itself.
     return [
-        f"{feature.name}{_switched_on_by(feature, settings)} works in Megatron-LM's own loop "
+        f"{_switched_on(feature, settings)} works in Megatron-LM's own loop "
         "(megatron.training), which this job has not imported, and would do nothing; omit it (its page, "
         f"docs/features/{feature.doc}, says what serves other loops)"
         for feature in active
@@ -99,15 +99,10 @@ def _how_to_get(name: str) -> str:
     return f"which is off; add {own[0]}" if own else f"which is off; see its page, {wanted.doc}"
 
 
-def _switched_on_by(feature: Feature, settings: Settings) -> str:
-    plugin = f" (plug-in {feature.distribution})" if feature.distribution else ""
-    return f"{plugin} (switched on by {_who(feature, settings)})"
-
-
-def _who(feature: Feature, settings: Settings) -> str:
-    chosen = settings.chosen()
-    setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
-    return ", ".join(setters) if setters else "default"
+def _switched_on(feature: Feature, settings: Settings) -> str:
+    explicit = settings.chosen()
+    setters = [explicit[flag.dest].who for flag in feature.flags if flag.dest in explicit]
+    return f"{feature.label} (switched on by {', '.join(setters) or 'default'})"
 
 
 def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
@@ -240,7 +235,7 @@ def checker(root: str = "megatron") -> Checker:
     from mindspeed_dsa.session import records
 
     known = records.load().fingerprints()
-    return Checker(SourceTree.installed(), versions.of_megatron(root), known, root)
+    return Checker(SourceTree(), versions.of_megatron(root), known, root)
 
 
 def static_check(root: str = "megatron") -> Callable[[Patch], tuple[list[str], list[str]]]:

@@ -193,7 +193,7 @@ def test_installed_megatron_with_the_real_features(monkeypatch, capsys):
 def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):
     """Megatron-core copied under another name, imports rewritten, one patched function edited."""
     monkeypatch.undo()
-    core = Path(SourceTree.installed().module("megatron.core").file).parent
+    core = Path(SourceTree().module("megatron.core").file).parent
     fork = tmp_path / "corp_megatron" / "core"
     shutil.copytree(core, fork, ignore=shutil.ignore_patterns("*.so", "*.pyc", "__pycache__"))
     for file in fork.rglob("*.py"):

@@ -275,7 +275,7 @@ def test_installed_packages_are_found_but_not_imported(tmp_path, monkeypatch):
     name = "drift_installed_package"
     files = {f"{name}/__init__.py": "raise RuntimeError\n", f"{name}/sub/deep/x.py": "def f(a): ...\n"}
     monkeypatch.syspath_prepend(str(write(tmp_path, files)))
-    facts = Checker(SourceTree.installed()).inspect(patch(f"{name}.sub.deep.x:f"))
+    facts = Checker(SourceTree()).inspect(patch(f"{name}.sub.deep.x:f"))
     assert facts.params == ("a",)
     assert not [loaded for loaded in sys.modules if loaded.startswith(name)]
 
@@ -288,7 +288,7 @@ def test_agrees_with_the_import_system(tmp_path, monkeypatch):
     files = {name: text.replace("megatron.core", "drift_real.core") for name, text in files.items()}
     monkeypatch.syspath_prepend(str(write(tmp_path, files)))
     invalidate_caches()
-    check = Checker(SourceTree.installed(), root="drift_real")
+    check = Checker(SourceTree(), root="drift_real")
     compared = 0
     for target, params, _ in FOUND:
         module, _, path = f"drift_real.core.{target}".partition(":")

@@ -17,19 +17,6 @@ from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.session.environment import communication, devices, host, installation, npu
 from mindspeed_dsa.settings import Settings
 
-__all__ = [
-    "CHECKS",
-    "at_start",
-    "checks_of",
-    "completed",
-    "early",
-    "examine",
-    "newest",
-    "overlaps",
-    "records",
-    "refused",
-]
-
 CHECKS: tuple[EnvironmentCheck, ...] = (
     *communication.CHECKS,
     *devices.CHECKS,

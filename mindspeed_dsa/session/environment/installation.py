@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from mindspeed_dsa import platforms
 from mindspeed_dsa.environment import EnvironmentCheck, Finding, Installation, Level, Machine, Surroundings
 from mindspeed_dsa.patches import versions
@@ -234,7 +231,7 @@ def absent(megatrons: Sequence[Installation]) -> tuple[str, ...]:
 
 def _absent_beside(checkout: Installation) -> Iterator[str]:
     for module, package, releases in _IMPORTED:
-        if _is_of(checkout.version, releases) and find_spec(module) is None:
+        if versions.covers(releases, checkout.version) and find_spec(module) is None:
             yield package
     # The first job builds the dataset helpers, which needs pybind11; later jobs find them built.
     helpers = _HELPERS + (sysconfig.get_config_var("EXT_SUFFIX") or ".so")
@@ -245,10 +242,3 @@ def _absent_beside(checkout: Installation) -> Iterator[str]:
         and find_spec(_BUILDER) is None
     ):
         yield _BUILDER
-
-
-def _is_of(release: str | None, releases: str) -> bool:
-    try:
-        return release is None or SpecifierSet(releases).contains(Version(release), prereleases=True)
-    except InvalidVersion:  # a fork's own version scheme
-        return True

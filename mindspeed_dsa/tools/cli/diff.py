@@ -225,7 +225,7 @@ def _sources(text: str, root: str) -> SourceTree:
     """
     path = Path(text).expanduser()
     if text == "installed":
-        tree = SourceTree.installed()
+        tree = SourceTree()
     elif path.is_dir():
         tree = SourceTree.folder(_top(path, root))
     elif path.is_file():

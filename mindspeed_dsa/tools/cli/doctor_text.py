@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mindspeed_dsa.patches.errors import shortened
 from mindspeed_dsa.session import start_report
 from mindspeed_dsa.tools.cli import doctor_device
 
@@ -201,8 +202,7 @@ def _remarks(site: Mapping[str, Any]) -> list[str]:
         remarks.append(f"{site['rebound']} names rebound")
     if site["stale"]:
         holders = list(dict.fromkeys(site["stale"]))
-        more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
-        remarks.append(f"original also held by {', '.join(holders[:2])}{more}")
+        remarks.append(f"original also held by {shortened(holders, 2)}")
     return remarks + list(site["notes"])
 
 

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ Records = Mapping[str, Sequence[Mapping[str, float]]]
 def run(argv: Sequence[str]) -> int:
     """Run both sides, print the table, write ``try.json`` and ``try.png``."""
     options = _parse(argv)
-    missing = [name for module, name in _NEEDED.items() if not _there(module)]
+    missing = [name for module, name in _NEEDED.items() if not versions.is_importable(module)]
     if missing:
         raise SettingsError(
             f"mindspeed_dsa try: needs torch and megatron-core, and {' and '.join(missing)} "
@@ -111,13 +110,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.steps <= _WARM_UP:
         parser.error(f"--steps {options.steps}: use at least {_WARM_UP + 1}; the first is not timed")
     return options
-
-
-def _there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
 
 
 class _SideFailedError(Exception):

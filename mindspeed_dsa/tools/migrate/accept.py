@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableSequence, Sequence
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from mindspeed_dsa import log
 from mindspeed_dsa.patches import versions
@@ -60,11 +60,7 @@ def _release(argv: Sequence[str]) -> Version | None:
         for word, following in zip(argv, [*argv[1:], ""], strict=False)
         if word.partition("=")[0] == MEGATRON_ROOT.name
     ]
-    text = versions.of_megatron(names[-1] if names else str(MEGATRON_ROOT.default))
-    try:
-        return Version(text) if text else None
-    except InvalidVersion:
-        return None
+    return versions.parsed(versions.of_megatron(names[-1] if names else str(MEGATRON_ROOT.default)))
 
 
 def _refuse(found: Translation) -> None:

@@ -82,7 +82,7 @@ def test_a_side_that_ends_is_named_with_its_log(fake, monkeypatch, capsys):
     ],
 )
 def test_what_is_missing_is_said_in_one_line(gone, said, monkeypatch, capsys):
-    monkeypatch.setattr(trial, "_there", lambda module: module not in gone)
+    monkeypatch.setattr(trial.versions, "is_importable", lambda module: module not in gone)
     assert main(["try"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -22,6 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry impo
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL, Architecture
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers, query_groups
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import shortened
 from mindspeed_dsa.runs.files import RunError
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class Place:
 
 def listed(names: Sequence[str]) -> str:
     """Return names for a message: the first ones, and the number of the rest."""
-    rest = len(names) - _MENTIONED
-    return ", ".join(names[:_MENTIONED]) + (f" and {rest} more" if rest > 0 else "")
+    return shortened(names, _MENTIONED)
 
 
 def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Context, Feature, Flag
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -91,7 +91,7 @@ _NO_TRAINING_LOOP = (
 def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
     """Report a missing training loop or an unusable file."""
     problems = []
-    if not _exists(f"{args.megatron_root}.training"):
+    if not versions.is_importable(f"{args.megatron_root}.training"):
         problems.append(_NO_TRAINING_LOOP)
     file = Path(args.step_metrics_file)
     if file.is_dir():
@@ -107,13 +107,6 @@ def require_training_loop(context: Context[MetricsOptions]) -> None:
     """
     if f"{context.megatron.root}.training.training" not in sys.modules:
         raise MindSpeedDSAError(f"mindspeed_dsa: {context.feature}: {_NO_TRAINING_LOOP}")
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 _TRAINING = "megatron.training.training"
