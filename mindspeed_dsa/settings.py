@@ -262,16 +262,19 @@ def _own_names(flags: Iterable[Flag]) -> set[str]:
 def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
     """Return misspelt flags of ours among command line tokens, with the flag that was meant."""
     names = frozenset(_own_names(flags))
-    misspelt = {}
+    meant = {}
     for token in tokens:
         name = token.partition("=")[0]
-        if name.startswith("--") and name not in names:
-            close = _closest(name, names)
-            # If every word of the name is correct it is another flag, such as Megatron's
-            # --recompute-num-layers.
-            if close and set(name.split("-")) - set(close.split("-")):
-                misspelt[name] = close
-    return misspelt
+        if name.startswith("--") and name not in names and (close := misspelt(name, names)):
+            meant[name] = close
+    return meant
+
+
+def misspelt(name: str, names: frozenset[str]) -> str:
+    """Return the flag that was meant by a misspelt one, or an empty string if it is another flag."""
+    close = _closest(name, names)
+    # If every word of the name is correct it is another flag, such as Megatron's --recompute-num-layers.
+    return close if set(name.split("-")) - set(close.split("-")) else ""
 
 
 @functools.lru_cache(maxsize=1024)  # every step of a job's start looks at the same command line
@@ -492,6 +495,5 @@ def _check_choice(flag: Flag, value: Any, who: str) -> None:
 
 def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:
     names = [str(choice) for choice in choices]
-    close = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ";"
+    hint = did_you_mean(str(value), names) or ";"
     return f"invalid choice: {value!r}{hint} choose from {', '.join(names)}"

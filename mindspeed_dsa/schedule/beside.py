@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import groupby
@@ -10,10 +9,10 @@ from math import inf
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.schedule import lists, megatron_order, recorded, report
+from mindspeed_dsa.schedule import lists, megatron_order, recorded
 from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule, Unit
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
@@ -43,6 +42,14 @@ class Beside(NamedTuple):
     def figures(self) -> list[Figures]:
         """Return the metrics of the recorded and of the simulated timeline."""
         return [figures(self.recorded, Costs()), figures(self.simulated, Costs())]
+
+    def record(self) -> dict[str, Any]:
+        """Return figures and differences as plain data for JSON; times are in seconds."""
+        return {
+            "figures": [row.record() for row in self.figures()],
+            "other_order": self.other_order,
+            "differences": [{**row._asdict(), "event": str(row.event)} for row in self.differences],
+        }
 
 
 def compare(folder: Path, megatron: Megatron) -> Beside:
@@ -156,19 +163,3 @@ def _differences(real: Timeline, simulated: Timeline) -> list[Difference]:
 
 def _key(span: Span) -> tuple[Kind, int, int]:
     return span.event.kind, span.event.chunk, span.event.microbatch
-
-
-def write(found: Beside, png: str | None, perfetto: str | None, to_json: str | None) -> None:
-    """Write the requested plot, trace and JSON files; times are in seconds."""
-    timelines = [found.recorded, found.simulated]
-    if png:
-        report.png(timelines, Path(png), "s")
-    if perfetto:
-        report.perfetto(timelines, Path(perfetto), 1e6)
-    if to_json:
-        record = {
-            "figures": [each.record() for each in found.figures()],
-            "other_order": found.other_order,
-            "differences": [{**each._asdict(), "event": str(each.event)} for each in found.differences],
-        }
-        Path(to_json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -75,7 +75,7 @@ def schedule(
         warmup = warmup_of(megatron, ranks, rank, chunks, microbatches, group, forward_only, extra_warmup)
         table = _table(megatron, chunks, microbatches, group)
         backwards = [] if forward_only else backward_order(megatron, ranks, chunks, microbatches, group)
-        lists.append(tuple(_events(table, backwards, warmup, paired, recompute)))
+        lists.append(tuple(events(table, backwards, warmup, paired, recompute)))
     name = "interleaved 1F1B" if chunks > 1 else "1F1B"
     name += ", paired" * paired + ", +1 warmup" * extra_warmup
     name += f", recompute {recompute}" if recompute else ""
@@ -186,13 +186,22 @@ def _table(megatron: Megatron, chunks: int, microbatches: int, group: int) -> li
     return [(int(microbatch), int(chunk)) for microbatch, chunk in ask(microbatches, chunks, group)]
 
 
-def _events(
+def events(
     table: list[tuple[int, int]],
     backwards: list[tuple[int, int]],
     warmup: int,
     paired: bool,
-    recompute: Recompute | None,
+    recompute: Recompute | None = None,
 ) -> Iterator[Event]:
+    """Yield the events of one rank in order.
+
+    Args:
+        table: ``(microbatch, chunk)`` of all forwards in order.
+        backwards: ``(chunk, microbatch)`` of all backwards in order.
+        warmup: number of forwards before the first backward.
+        paired: whether the forward and backward of each 1F1B step run together as a pair.
+        recompute: point at which each forward is recomputed for its backward; ``None``: no recomputation.
+    """
     forwards = [Event(Kind.FORWARD, chunk, microbatch) for microbatch, chunk in table]
     yield from forwards[:warmup]
     for index, (chunk, microbatch) in enumerate(backwards):

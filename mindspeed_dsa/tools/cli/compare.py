@@ -160,12 +160,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--b", metavar="FLAGS", help="flags of side B, in one string; unset: none")
     add(
         "--repeats",
-        type=_positive,
+        type=job.positive,
         default=1,
         metavar="N",
         help="runs per side, in the order A B A B (default: 1)",
     )
-    add("--nproc", type=_positive, metavar="N", help="processes per run, for a job that is a Python script")
+    add(
+        "--nproc", type=job.positive, metavar="N", help="processes per run, for a job that is a Python script"
+    )
     add(
         "--warmup-steps",
         type=int,
@@ -182,13 +184,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics-file", metavar="FILE", help="records that the job itself writes, relative to {out}")
     add("--timeout", type=float, metavar="MINUTES", help="stop a run that takes longer")
     return parser
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return number
 
 
 def _job(options: argparse.Namespace, flags: Sequence[str], words: Sequence[str]) -> Job:

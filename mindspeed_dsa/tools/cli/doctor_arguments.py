@@ -8,8 +8,6 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from packaging.version import InvalidVersion, Version
-
 from mindspeed_dsa import session, settings
 from mindspeed_dsa.features import all_flags
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
@@ -41,9 +39,9 @@ class JobParser(argparse.ArgumentParser):
         self.refused: list[str] = []
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> frozenset[str]:
         """All option strings of the parser's flags, such as ``--seed``."""
-        return set(self._option_string_actions)
+        return frozenset(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Raise an error with argparse's message, where argparse would exit.
@@ -95,17 +93,9 @@ def _megatrons(root: str) -> JobParser:
     except Exception:  # only megatron-core is installed, or a requirement of Megatron-LM is missing
         made = JobParser()
         release = versions.of_megatron(root)
-        megatron_flags.add_recorded(made, number(release))
+        megatron_flags.add_recorded(made, versions.parsed(release))
         made.whose = f"Megatron-LM {release}" if release else "Megatron-LM"
     return made
-
-
-def number(release: str | None) -> Version | None:
-    """Return a release as a :class:`Version`; None without one, or if it is not a valid version."""
-    try:
-        return Version(release) if release else None
-    except InvalidVersion:
-        return None
 
 
 def _extend(parser: JobParser, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -204,14 +194,14 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
         parser: job's parser.
         root: Megatron's top-level package.
     """
-    names, release = parser.names, number(versions.of_megatron(root))
+    names, release = parser.names, versions.parsed(versions.of_megatron(root))
     messages = []
     for token in dict.fromkeys([*argv, *of_the_job]):
         name = token.partition("=")[0]
         if not name.startswith("--") or name in names:
             continue
         about_dsa = name[2:].removeprefix("no-").partition("-")[0] in _FAMILIES
-        if token in of_the_job and not about_dsa and not _is_misspelt(name, names):
+        if token in of_the_job and not about_dsa and not settings.misspelt(name, names):
             continue
         # --use-x resembles --no-use-x, but has the opposite meaning: suggest only flags of the same sense.
         negated = name.startswith("--no-")
@@ -227,10 +217,3 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
         aside = "" if token in of_the_job else " (flags of the job's own parser belong after --)"
         messages.append(f"{name} is a flag neither of this library nor of {parser.whose}{hint}{aside}")
     return messages
-
-
-def _is_misspelt(name: str, names: set[str]) -> bool:
-    """Return whether a flag resembles a known flag, but has a word that the known flag lacks."""
-    (close,) = difflib.get_close_matches(name, names, n=1, cutoff=0.85) or ("",)
-    # --dsa-topk and --dsa-indexer-topk are close, but share all words: a different flag, not a typing error.
-    return bool(close and set(name.split("-")) - set(close.split("-")))

@@ -102,15 +102,13 @@ def _search(word: str) -> list[str]:
         if word in feature.name or word in feature.summary.lower()
     ]
     flags_found = [flag for flag in (*settings.GENERAL_FLAGS, *features.all_flags()) if word in flag.name]
-    many = len(flags_found) > _MANY
-    flags = [f"flags: {', '.join(flag.name for flag in flags_found)}"] if many else _with_help(flags_found)
+    if len(flags_found) > _MANY:
+        flags = [f"flags: {', '.join(flag.name for flag in flags_found)}"]
+    else:
+        flags = [f"{flag.name}: {flag.help}" for flag in flags_found]
     parts = (rows, flags, overview.commands_with(word), overview.pages_with(word))
     # An empty line before each part; [1:] drops the one before the first.
     return [line for part in parts if part for line in ("", *part)][1:]
-
-
-def _with_help(flags: Sequence[Flag]) -> list[str]:
-    return [f"{flag.name}: {flag.help}" for flag in flags]
 
 
 def explain(feature: Feature) -> str:

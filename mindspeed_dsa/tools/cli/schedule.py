@@ -85,7 +85,7 @@ def _beside(options: argparse.Namespace) -> int:
     ]
     print("\nwhere durations differ most:")
     print("\n".join(aligned(rows)))
-    beside.write(comparison, options.png, options.perfetto, options.json)
+    _write(options, [comparison.recorded, comparison.simulated], comparison.record(), "s", 1e6)
     return 1 if comparison.other_order else 0
 
 
@@ -122,14 +122,27 @@ def _recorded(report: Path, layer: int | None) -> Sequence[int]:
 
 
 def _write(
-    options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[dict[str, Any]], unit: str = ""
+    options: argparse.Namespace,
+    timelines: Sequence[Timeline],
+    record: Any,
+    unit: str = "",
+    microseconds: float = 1000.0,
 ) -> None:
+    """Write the requested plot, trace and JSON files.
+
+    Args:
+        options: options of the command, with the paths of the files.
+        timelines: timelines to draw.
+        record: content of the JSON file.
+        unit: unit of the timelines, for the plot.
+        microseconds: length of this unit in microseconds, for the trace.
+    """
     if options.png:
         report.png(timelines, Path(options.png), unit)
     if options.perfetto:
-        report.perfetto(timelines, Path(options.perfetto))
+        report.perfetto(timelines, Path(options.perfetto), microseconds)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:

@@ -88,13 +88,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of checkpoints")
     parser.add_argument(
         "--layers-kept",
-        type=_at_least_one,
+        type=job.positive,
         metavar="N",
         help="layers with an indexer in the end; default: half of them",
     )
     parser.add_argument(
         "--microbatches",
-        type=_at_least_one,
+        type=job.positive,
         default=8,
         metavar="M",
         help="microbatches of the job's data on each data parallel rank; default: 8",
@@ -115,13 +115,6 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path} cannot be written: make the folder {path.parent} first")
     return options, command
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def _checkpoint(folder: Path) -> str:

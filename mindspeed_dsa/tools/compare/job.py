@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.metrics import FILE as METRICS
@@ -26,27 +27,6 @@ _LAUNCHERS_REPORT = re.compile(_LAUNCHERS_LINE.pattern + r" failed \(exitcode: "
 _PATIENCE_S = 30.0
 _PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
-
-
-class Job(Protocol):
-    """A job that can be run repeatedly with different flags."""
-
-    @property
-    def metrics(self) -> str:
-        """File with the records inside the run's folder, one JSON object per line."""
-
-    @property
-    def on_by_default(self) -> tuple[str, ...]:
-        """Switches of this library that the job sets itself; ``--no-...`` switches them off."""
-
-    def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
-        """Return the command that writes initial weights for all runs into ``output``, or None."""
-
-    def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
-        """Return the command of one run, with its outputs in ``folder``."""
-
-    def environment(self, folder: Path) -> dict[str, str]:
-        """Return environment variables to add for the run whose outputs are in ``folder``."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +50,11 @@ class ExampleJob:
 
     @property
     def on_by_default(self) -> tuple[str, ...]:
+        """Switches of this library that the job sets itself; ``--no-...`` switches them off."""
         return ("--use-fused-dsa",)
 
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
+        """Return the command that writes initial weights for all runs into ``output``, or None."""
         if self._has("--load"):
             return None
         # Zero iterations: build the model, save it, end.
@@ -145,6 +127,22 @@ class CommandJob:
 
     def environment(self, folder: Path) -> dict[str, str]:
         return {} if self.own_metrics else {"MINDSPEED_DSA_STEP_METRICS_FILE": str(folder / METRICS)}
+
+
+Job = ExampleJob | CommandJob
+"""A job that can be run repeatedly with different flags."""
+
+
+def positive(text: str) -> int:
+    """Return the number of a command line option, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: the number is below 1.
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 def launcher(nproc: int) -> list[str]:

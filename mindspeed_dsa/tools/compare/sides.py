@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -122,6 +121,5 @@ def _unknown(name: str, known: Mapping[str, Feature]) -> str:
         return f"{name} is a flag; its feature is {by_flag[name]}"
     if removed := settings.way_out([name]):
         return removed[0]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = settings.did_you_mean(name, known)
     return f"there is no feature {name!r}{hint} (`python -m mindspeed_dsa features` lists them all)"

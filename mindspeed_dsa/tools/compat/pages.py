@@ -311,7 +311,7 @@ def repairs() -> str:
     rows = []
     for repair in REPAIRS:
         on = [release for release in recorded.releases if _applies(repair.patches, recorded.version(release))]
-        rows.append([f"`{repair.name}`", repair.fault, repair.symptom, run_of(on, recorded)])
+        rows.append([f"`{repair.name}`", repair.fault, repair.symptom, run_of(on, recorded.releases)])
     return table(["Repair", "Fault", "Symptom", "Megatron-core"], rows)
 
 
@@ -371,7 +371,7 @@ def _lower_first(specifier: Specifier) -> tuple[int, str]:
 def flag_table(features: Sequence[Feature]) -> str:
     """Build the table of the features' flags; Megatron's own flags are marked in the default."""
     flags = {flag.name: flag for feature in features for flag in feature.flags}
-    rows = [[_usage(flag), _default(flag), f"`{flag.env}`", _meaning(flag)] for flag in flags.values()]
+    rows = [[_usage(flag), _default(flag), f"`{flag.env}`", flag.help] for flag in flags.values()]
     return table(["Flag", "Default", "Environment", "Meaning"], rows) if rows else "No flags.\n"
 
 
@@ -389,7 +389,3 @@ def _default(flag: Flag) -> str:
     if flag.kind == "auto" and flag.unset is None:
         return "automatic"
     return "off" if flag.unset is False else f"`{flag.unset}`"
-
-
-def _meaning(flag: Flag) -> str:
-    return flag.help.replace("%%", "%")

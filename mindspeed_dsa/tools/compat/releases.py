@@ -134,16 +134,16 @@ def exceptions(
                 lacking.setdefault(word, []).append(release)
         if lacking:
             told = "; ".join(
-                f"{words[word]}{colon}{run_of(on, records).replace(' to ', to)}"
+                f"{words[word]}{colon}{run_of(on, records.releases).replace(' to ', to)}"
                 for word, on in lacking.items()
             )
             rows.append([linked(feature, folder), told])
     return table([say("Feature"), say("But")], rows)
 
 
-def run_of(releases: Sequence[str], records: Records) -> str:
-    """Return ``0.16.0 to 0.18.2`` for three or more consecutive releases, else a list."""
-    every = list(records.releases)
+def run_of(releases: Sequence[str], recorded: Iterable[str]) -> str:
+    """Return ``0.16.0 to 0.18.2`` for three or more consecutive ``recorded`` releases, else a list."""
+    every = list(recorded)
     first, last = every.index(releases[0]), every.index(releases[-1])
     if len(releases) > 2 and every[first : last + 1] == list(releases):
         return f"{releases[0]} to {releases[-1]}"
@@ -225,12 +225,7 @@ def layouts(features: Sequence[Feature], matrix: trained.Trained) -> str:
 
 def _span(releases: Sequence[str], matrix: trained.Trained) -> str:
     every = list(matrix.ran_with)
-    if list(releases) == every:
-        return "all that ran"
-    first, last = every.index(releases[0]), every.index(releases[-1])
-    if len(releases) > 2 and every[first : last + 1] == list(releases):
-        return f"{releases[0]} to {releases[-1]}"
-    return ", ".join(releases)
+    return "all that ran" if list(releases) == every else run_of(releases, every)
 
 
 def _remark(feature: Feature, verdict: Verdict) -> str:

@@ -187,12 +187,10 @@ def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
         elif most > least:
             # The next call, least + 1, is the first that some ranks have not started.
             missing = tuple(rank for rank, count in counts.items() if count == least)
-            arrived = {
-                rank: _collective(entries[rank], least + 1) for rank in entries if counts[rank] > least
-            }
+            arrived = {rank: _find(entries[rank], "", least + 1) for rank in entries if counts[rank] > least}
             late = tuple(sorted((*missing, *absent)))
             yield Wait(group, _first(arrived), least + 1, arrived, late, _since(entries, arrived))
-        elif most and (stuck := {rank: _collective(entry, most) for rank, entry in entries.items()}):
+        elif most and (stuck := {rank: _find(entry, "", most) for rank, entry in entries.items()}):
             # All ranks started the last call: it is a wait if it has not ended on some rank.
             inside = [call for call in stuck.values() if call and call.waits and not _ended(call)]
             if inside:
@@ -250,8 +248,9 @@ def _difference(
     return None
 
 
-def _collective(group: Group, number: int) -> Call | None:
-    return next((call for call in group.calls if call.source is None and call.number == number), None)
+def _find(group: Group, key: str, number: int) -> Call | None:
+    """Return a recorded call by :attr:`Call.key` and number; None if it is no longer recorded."""
+    return next((call for call in group.calls if call.key == key and call.number == number), None)
 
 
 def _first(calls: Mapping[int, Call | None]) -> Call | None:
@@ -276,22 +275,9 @@ def _of_messages(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
             if here not in known_groups:
                 continue
             number = min(sent, received) + 1
-            call = _message(known_groups[here], key, number)
+            call = _find(known_groups[here], key, number)
             # A message that is not received yet does not block its sender, unless the sender waits or failed.
             if received < sent and not (is_waiting(by_rank[here]) or _failed(by_rank[here])):
                 continue
             since = call.started if call is not None else _since(known_groups, {here: None})
             yield Wait(group, call, number, {here: call}, (there,), since)
-
-
-def _message(group: Group, key: str, number: int) -> Call | None:
-    return next(
-        (
-            call
-            for call in group.calls
-            if call.source is not None
-            and f"{call.source}>{call.destination}#{call.tag}" == key
-            and call.number == number
-        ),
-        None,
-    )

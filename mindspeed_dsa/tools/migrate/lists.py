@@ -179,9 +179,9 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         # Megatron's negative flags begin with --no- or --disable-, as --disable-bias-linear.
         negative = next(
-            (f"--{no}-{name}" for no in ("no", "disable") if megatron_flags.known(f"--{no}-{name}")), ""
+            (f"--{no}-{name}" for no in ("no", "disable") if f"--{no}-{name}" in megatron_flags.record()), ""
         )
-        if value and negative and not megatron_flags.known(f"--{name}"):
+        if value and negative and f"--{name}" not in megatron_flags.record():
             return []  # true is the default, and only the --no- form exists
         return [f"--{name}"] if value else [negative] if negative else []
     values = [str(each) for each in _flat(value)]

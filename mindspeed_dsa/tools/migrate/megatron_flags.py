@@ -15,11 +15,12 @@ from enum import Enum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from packaging.version import Version
 
 from mindspeed_dsa import session
+from mindspeed_dsa.patches.errors import SettingsError
 
 
 def pattern(text: str) -> int | list[int]:
@@ -42,6 +43,22 @@ def pattern(text: str) -> int | list[int]:
             f"{text!r} is neither a number nor a list such as '([0]*1+[1]*3)'"
         ) from None
     return parsed
+
+
+class RefusingParser(argparse.ArgumentParser):
+    """Parser of a job's flags that raises :class:`SettingsError` instead of ending the process.
+
+    Args:
+        who: beginning of its messages, such as ``mindspeed_dsa plan``.
+        options: keyword arguments of ``argparse.ArgumentParser``.
+    """
+
+    def __init__(self, who: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._who = who
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{self._who}: {message}")
 
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
@@ -78,11 +95,6 @@ def record() -> dict[str, tuple[str, ...]]:
 def releases() -> tuple[str, ...]:
     """Return the recorded releases, oldest first."""
     return _kept()[0]
-
-
-def known(flag: str) -> bool:
-    """Return whether any recorded release has the flag."""
-    return flag in record()
 
 
 def around(release: Version | None) -> list[str]:

@@ -115,7 +115,7 @@ def translate(flags: Sequence[Given], release: Version | None = None) -> Transla
         row = table().get(old.flag)
         if row is not None:
             _answer(job, old, row)
-        elif old.flag in ours or megatron_flags.known(old.flag):
+        elif old.flag in ours or old.flag in megatron_flags.record():
             job.is_kept(old.flag, "unchanged")
         else:
             near = did_you_mean(old.flag, {*table(), *ours, *megatron_flags.record()}, 0.85)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import configs, flags, layouts, loads
-from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
+from mindspeed_dsa.tools.planner.job import Job, Layout, Model
 from mindspeed_dsa.tools.planner.routing import IMBALANCES, balancing_of
 from mindspeed_dsa.tools.planner.training_arguments import (
     batch_sizes,
@@ -76,7 +77,7 @@ def job_of(
     else:
         layout = layouts.placed(wanted, devices)
     if training.batch == 0:
-        training = _with_batch(training, training.micro * layout.dp)
+        training = replace(training, batch=training.micro * layout.dp)
     sharding = sharding_of(options)
     features, notes = features_of(options), _notes(options, unknown)
     balancing = balancing_of(options)
@@ -217,10 +218,6 @@ class Switches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._options, name, None)
-
-
-def _with_batch(training: Training, batch: int) -> Training:
-    return Training(**{**vars(training), "batch": batch})
 
 
 def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ...]:

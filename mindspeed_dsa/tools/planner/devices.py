@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.settings import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ def device(name: str, **other: float | None) -> Device:
     """
     entry = DEVICES.get(name.lower())
     if entry is None:
-        near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
-        meant = f"; did you mean {near[0]}?" if near else "."
+        meant = did_you_mean(name.lower(), DEVICES, 0.3) or "."
         raise SettingsError(
             f"mindspeed_dsa plan: there is no device {name!r}{meant} The table has {', '.join(DEVICES)}; for "
             "another one name the closest, and --device-memory, --device-tflops and the links beside it"

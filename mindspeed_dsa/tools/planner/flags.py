@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from packaging.version import Version
 
@@ -183,15 +183,12 @@ EXAMPLE: Mapping[str, Any] = {
 EXAMPLE_SCRIPT = "pretrain_dsa.py"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"mindspeed_dsa plan: {message}")
-
-
 @cache
 def parser() -> argparse.ArgumentParser:
     """Build the parser: flags of all recorded Megatron-LM releases, newest first, and this library's."""
-    made = _Parser(prog="python -m mindspeed_dsa plan", add_help=False, allow_abbrev=False)
+    made = megatron_flags.RefusingParser(
+        "mindspeed_dsa plan", prog="python -m mindspeed_dsa plan", add_help=False, allow_abbrev=False
+    )
     for release in reversed(megatron_flags.releases()):
         megatron_flags.add_recorded(made, Version(release))
     settings.add_flags(made, "mindspeed_dsa", _ours())
@@ -274,7 +271,7 @@ def sorted_out(others: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = []
     for name in names:
         near = difflib.get_close_matches(name, planned(), n=1, cutoff=0.93)
-        hint = f" (did you mean {near[0]}?)" if near and not megatron_flags.known(name) else ""
+        hint = f" (did you mean {near[0]}?)" if near and name not in megatron_flags.record() else ""
         rest += [] if name in missed else [name + hint]
     return missed, rest
 
@@ -290,7 +287,7 @@ def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
     messages = []
     for word in dict.fromkeys(words):
         name = word.partition("=")[0]
-        if not name.startswith("--") or name in flags_known or megatron_flags.known(name):
+        if not name.startswith("--") or name in flags_known or name in megatron_flags.record():
             continue
         alike = [each for each in flags_known if _alike(name, each)]
         if near := difflib.get_close_matches(name, alike, n=1, cutoff=0.0):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from mindspeed_dsa.schedule import lists
-from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+from mindspeed_dsa.schedule import lists, megatron_order
+from mindspeed_dsa.schedule.events import Kind, Schedule
 from mindspeed_dsa.tools.planner.job import Job
 
 
@@ -40,7 +40,7 @@ def schedule(job: Job, most: int | None = None) -> Schedule:
     layout, features = job.layout, job.features
     microbatches = min(job.microbatches, most or job.microbatches)
     if layout.v_shaped:
-        return _in_v(layout.pp, microbatches, features.pairs, features.split)
+        return lists.dual_pipe_v(layout.pp, microbatches, features.pairs, features.split)
     # Without virtual stages, all microbatches are one group.
     group = layout.group if layout.vpp > 1 else microbatches
     sizes = (layout.pp, layout.vpp, microbatches, group, features.pairs)
@@ -48,27 +48,19 @@ def schedule(job: Job, most: int | None = None) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def _in_v(ranks: int, microbatches: int, pairs: bool, split: bool) -> Schedule:
-    return lists.dual_pipe_v(ranks, microbatches, pairs, split)
-
-
-@lru_cache(maxsize=64)
 def _plain(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool) -> Schedule:
-    forwards = table(chunks, microbatches, group)
-    backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in forwards]
-    ranks_events = []
-    for rank in range(ranks):
-        ahead = warmups(ranks, rank, chunks, microbatches, group, pairs)
-        paired = pairs and (chunks > 1 or ranks == 1)
-        events = [Event(Kind.FORWARD, *each) for each in forwards[:ahead]]
-        for index, backward in enumerate(backwards):
-            pair = index if paired and ahead + index < len(forwards) else None
-            if ahead + index < len(forwards):
-                events.append(Event(Kind.FORWARD, *forwards[ahead + index], pair))
-            events.append(Event(Kind.BACKWARD, *backward, pair))
-        ranks_events.append(tuple(events))
+    order = table(chunks, microbatches, group)
+    forwards = [(microbatch, chunk) for chunk, microbatch in order]
+    backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
+    paired = pairs and (chunks > 1 or ranks == 1)
+    by_rank = (
+        megatron_order.events(
+            forwards, backwards, warmups(ranks, rank, chunks, microbatches, group, pairs), paired
+        )
+        for rank in range(ranks)
+    )
     name = "interleaved 1F1B" if chunks > 1 else "1F1B"
-    return Schedule(name, tuple(ranks_events), chunks, microbatches)
+    return Schedule(name, tuple(map(tuple, by_rank)), chunks, microbatches)
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.settings import did_you_mean
 
 WHO = "mindspeed_dsa plan"
 SUFFIX = ".toml"
@@ -204,8 +205,7 @@ def _check_section(file: str, section: str, sections: Mapping[str, Any]) -> None
 def _check_known(file: str, section: str, key: str, keys: Mapping[str, Any]) -> None:
     every = [*keys, *OTHERS.get(section, "").split()]
     if key not in every:
-        near = difflib.get_close_matches(key, every, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(key, every)
         raise SettingsError(f"{WHO}: {file}: [{section}] has no setting {key!r} that can be planned{hint}")
 
 

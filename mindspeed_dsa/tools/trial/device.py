@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import sys
 import tempfile
 import time
@@ -243,12 +242,9 @@ def run(platform: str, tell: Callable[[dict[str, Any]], None], folder: Path) -> 
 
 def main(platform: str = "auto") -> None:
     """Test the device of a platform, and print the results on standard output."""
-    with answers() as out:
-        folder = Path(tempfile.mkdtemp(prefix="mindspeed_dsa-"))
-        try:
-            run(platform, _teller(out), folder / "checkpoint")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    temporary = tempfile.TemporaryDirectory(prefix="mindspeed_dsa-", ignore_cleanup_errors=True)
+    with answers() as out, temporary as folder:
+        run(platform, _teller(out), Path(folder) / "checkpoint")
 
 
 def _teller(out: TextIO) -> Callable[[dict[str, Any]], None]:

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,6 @@ from mindspeed_dsa.tools.weights.model import release_here
 _SHARING = ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_topk_pattern")
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{WHO} import: {message}")
 
 
 def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | None) -> Import:
@@ -103,7 +98,7 @@ def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
 
 def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:
     """Parse the flags that describe the model; arguments without a flag are absent from the result."""
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False)
+    parser = megatron_flags.RefusingParser(f"{WHO} import", prog="", add_help=False, allow_abbrev=False)
     for release in (release_here(), *reversed(megatron_flags.releases())):
         megatron_flags.add_recorded(parser, Version(release))
     session.add_arguments(parser)
