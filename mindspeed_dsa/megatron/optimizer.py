@@ -337,11 +337,6 @@ def state_of(optimizer: Any, feature: str) -> OptimizerState | None:
     return state
 
 
-def features_of(optimizer: Any) -> list[str]:
-    """Return the names of the features that keep state for an optimizer."""
-    return sorted(vars(optimizer).get(_ATTRIBUTE, {}))
-
-
 def is_sharded(optimizer: Any) -> bool:
     """Return whether an optimizer is Megatron's distributed optimizer."""
     return hasattr(optimizer, "shard_fp32_from_float16_groups")

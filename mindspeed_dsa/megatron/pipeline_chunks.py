@@ -174,15 +174,6 @@ class Split:
         # Interleaved: of chunks 0 to 3 on 2 ranks, rank 0 has 0 and 2, rank 1 has 1 and 3.
         return [list(self.in_order[rank :: self.ranks]) for rank in range(self.ranks)]
 
-    @property
-    def mtp_rank(self) -> int:
-        """Pipeline rank that holds the multi-token prediction layers."""
-        with_mtp = (chunk for chunk, stage in enumerate(self.stages) if _MTP in stage)
-        stage = next(with_mtp, self.ranks * self.chunks - 1)
-        if self.v_shaped:
-            return min(stage, self.ranks * self.chunks - 1 - stage)
-        return stage % self.ranks
-
     def flags(self) -> str:
         """Return the flags that set this split, except the flags for numbers of ranks and chunks."""
         if self.stages:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.releases import recomputes_shared_experts
 
 
 class SharedOutput:
@@ -48,20 +49,15 @@ def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.E
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)
     # Closing the stack removes the hook.
-    if fc2 is not None and not is_recomputed(layer):
+    if fc2 is not None and not recomputes_shared_experts(layer):
         stack.callback(fc2.register_forward_pre_hook(between).remove)
     return stack
 
 
 def shared_expert_of(layer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
     """Return a ``MoELayer``'s shared expert, checkpointed if Megatron recomputes it."""
-    if not is_recomputed(layer):
+    if not recomputes_shared_experts(layer):
         compute: Callable[[Tensor], Tensor] = layer.shared_experts
         return compute
     checkpoint = megatron("core.tensor_parallel").checkpoint
     return partial(checkpoint, layer.shared_experts, False)
-
-
-def is_recomputed(layer: Any) -> bool:
-    """Return whether Megatron recomputes the shared expert of this ``MoELayer``."""
-    return bool(getattr(layer, "shared_experts_recompute", False))

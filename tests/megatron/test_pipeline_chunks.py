@@ -98,14 +98,8 @@ def test_layouts_are_read_as_megatron_reads_them(layout, ranks, monkeypatch):
     split = Split.of(SimpleNamespace(**sizes, pipeline_model_parallel_layout=layout))
     assert split.by_rank == built(made, ranks, len(stages) // ranks, monkeypatch)
     assert Split.of(made) == split, "Megatron's object says the same as the text"
-    held = [any(each.name == "mtp" for chunk in rank for each in chunk) for rank in split_layers(made)]
-    assert split.mtp_rank == (held.index(True) if mtp else ranks - 1)
     again = layout_text([len(chunk) for chunk in split.in_order], mtp)
     assert Split.of(SimpleNamespace(**sizes, pipeline_model_parallel_layout=again)).in_order == split.in_order
-
-
-def split_layers(made):
-    return made.pipeline_model_parallel_layout.layout
 
 
 @pytest.mark.parametrize(

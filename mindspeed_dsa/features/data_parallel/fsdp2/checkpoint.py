@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.optimizers.moments import is_torch_adam
 from mindspeed_dsa.parallel.local_shards import Cut, cut_of, like, local_of, piece_of
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -209,7 +210,7 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
 
 def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
     """Copy the step count to all ranks: rank 0 saves it, but may have no experts and so no step count."""
-    if not _counts_beside_moments(optimizer):
+    if not is_torch_adam(optimizer):
         return
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, state["state"].get("common_step"))
@@ -238,7 +239,7 @@ def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -
 
 
 def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
-    if _counts_beside_moments(optimizer):
+    if is_torch_adam(optimizer):
         steps = float(state["state"].get("common_step", 0))
         for group in state["param_groups"]:
             group["step"] = steps
@@ -256,7 +257,7 @@ def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
         entries = [saved.get("state", {}) for saved in inner]
         count = next((entry["common_step"] for entry in entries if "common_step" in entry), None)
         for part, entry in zip(parts, entries, strict=True):
-            if count is not None and _counts_beside_moments(part.optimizer):
+            if count is not None and is_torch_adam(part.optimizer):
                 entry.setdefault("common_step", count)
         groups = [group for saved in inner for group in saved.get("param_groups", ())]
         steps = next((group["step"] for group in groups if group.get("step") is not None), None)
@@ -275,7 +276,7 @@ def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         optimizer: torch's optimizer.
         state: dict with ``state`` and ``param_groups``.
     """
-    if not _counts_beside_moments(optimizer):
+    if not is_torch_adam(optimizer):
         return state
     groups = [dict(group) for group in state["param_groups"]]
     steps = [group.pop("step") for group in groups if "step" in group]
@@ -283,8 +284,3 @@ def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     if steps and "common_step" not in entries:
         entries = {**entries, "common_step": torch.tensor(float(steps[0]))}
     return {**state, "state": entries, "param_groups": groups}
-
-
-def _counts_beside_moments(optimizer: Any) -> bool:
-    """Return whether the optimizer is torch's Adam or AdamW, which count steps per parameter."""
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_dsa.optimizers.moments import is_torch_adam
+
 _Function = Callable[..., Any]
 
 
@@ -28,7 +30,7 @@ def start_state(original: _Function) -> _Function:
     """Decorate ``state_dict`` to create Adam's initial state if the optimizer has none."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_torch_adam(self.optimizer) and not self.optimizer.state:
+        if is_torch_adam(self.optimizer) and not self.optimizer.state:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     self.optimizer.state[parameter] = {
@@ -46,7 +48,7 @@ def separate_step_counts(original: _Function) -> _Function:
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, state_dict, *args, **kwargs)
-        if _is_torch_adam(self.optimizer):
+        if is_torch_adam(self.optimizer):
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"] = state["step"].clone()
@@ -60,7 +62,7 @@ def keep_step_count(original: _Function) -> _Function:
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
         # The original copies `tensors` for all keys of the state, `step` included.
-        if _is_torch_adam(self.optimizer):
+        if is_torch_adam(self.optimizer):
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
             tensors = {**tensors, "step": state["step"]}  # load_state_dict has set it already
@@ -68,7 +70,3 @@ def keep_step_count(original: _Function) -> _Function:
             return original(self, model_param, tensors)
 
     return _set_main_param_and_optimizer_states
-
-
-def _is_torch_adam(optimizer: Any) -> bool:
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

@@ -143,7 +143,6 @@ def test_layers_are_dealt_out_once():
     split = Split.of(args)
     assert split is not None
     assert split.by_rank == [[(1, 2), (7, 8)], [(3, 4), (5, 6)]]
-    assert split.mtp_rank == 0
 
 
 def test_megatrons_flag_has_weight_gradients_wait_as_well():
