@@ -7,7 +7,7 @@ or an optimizer when that is built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,17 @@ def loaded_step(args: Any) -> int:
         return 0
     reached = argument(args, "ckpt_step") or tracked(Path(load))[0]
     return reached if isinstance(reached, int) else 0
+
+
+def check_trains(args: Any, flag: str) -> Iterator[str]:
+    """Yield a problem if a job makes no training step for a feature to record.
+
+    Args:
+        args: job's arguments.
+        flag: feature's flag.
+    """
+    if argument(args, "skip_train"):
+        yield f"{flag} records training steps, and --skip-train makes none; omit one of them"
 
 
 def hybrid_flag(args: Any) -> str:

@@ -91,6 +91,7 @@ USED = {
     "mla-sp-tp-sp": (2, f"--mla-sp-tp-sp {DENSE} {TP}"),
     "mla-sp-tp-sp, context parallel": (4, f"--mla-sp-tp-sp {DENSE} {TP} {CP}"),
     "record of collectives": (1, "--record-collectives {folder}/calls --record-collectives-after 60"),
+    "recompute norms, compared": (1, "--recompute-norm --recompute-verify"),
     "recompute norms": (1, "--recompute-norm --recompute-norm-num-layers 1"),
     "recompute activations": (
         1,

@@ -90,6 +90,14 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         problems.append(
             f"--pack-documents delivers packs to GPT models alone, not to those of {flag}; omit one"
         )
+    # Ranks that share a weight's shards read other data, and are in the group along which packs are sent.
+    if (argument(args, "tensor_parallel_num_weight_shards") or 1) > (
+        argument(args, "tensor_model_parallel_size") or 1
+    ):
+        problems.append(
+            "--pack-documents cannot be used with more --tensor-parallel-num-weight-shards than tensor "
+            "parallel ranks, which read other documents; omit one of them"
+        )
     if argument(args, "transformer_impl") == "local" and not uses_dsa(args):
         problems += _problems_of_plain_attention(args)
     release = versions.of_job(args) or "0"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -102,6 +102,14 @@ class Save:
         )
 
 
+def _check_model(args: Any, flag: str) -> Iterator[str]:
+    """Yield problems with models whose weights are not in files under these names."""
+    if hybrid := hybrid_flag(args):
+        yield f"{flag} knows layers of GPT models alone, and {hybrid} makes another; omit one of them"
+    if argument(args, "mla_down_proj_fusion"):
+        yield f"{flag} knows latent attention's two down-projections, not one; omit --mla-down-proj-fusion"
+
+
 def check_load(args: Any, options: Load) -> Iterator[str]:
     """Yield differences between the model's files and the job's arguments."""
     from mindspeed_dsa.features.checkpoints.hugging_face import mismatch
@@ -109,7 +117,8 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
     flag = f"--load-hf {options.folder}"
     if argument(args, "pretrained_checkpoint"):
         yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
-    yield from check_stored(args, flag, "their master weights would be those of the initialization")
+    yield from _check_model(args, flag)
+    yield from check_stored(args, flag, "their master weights would come from the initialization")
     for problem in mismatch.problems(args, options.folder, options.release):
         yield f"{flag}: {problem}"
 
@@ -119,6 +128,7 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
     from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, exporting, written_config
 
     flag = f"--save-hf {options.folder}"
+    yield from _check_model(args, flag)
     if not argument(args, "save"):
         yield f"{flag} writes the weights of a checkpoint, and the job saves none; add --save DIR"
     else:

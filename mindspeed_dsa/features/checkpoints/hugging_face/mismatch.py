@@ -247,11 +247,11 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
 def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     if not value_of(args, "num_experts") or not arguments["num_experts"]:
         return  # reported by the comparison of `num_experts`
-    name = "moe_apply_probs_on_input"
-    if value_of(args, name) not in (MISSING, None, False):
-        yield _differs(name, True, False, release)
-    name = "moe_router_load_balancing_type"
-    balancing = value_of(args, name)
+    interleaved = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
+    for name in ("moe_apply_probs_on_input", *interleaved):
+        if (value := value_of(args, name)) not in (MISSING, None, False):
+            yield _differs(name, value, False if value is True else None, release)
+    balancing = value_of(args, name := "moe_router_load_balancing_type")
     if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
         yield f"{name} is sinkhorn here and top-k of scores in the files: {mend(name, 'aux_loss', release)}"
     here = value_of(args, "moe_ffn_hidden_size")

@@ -139,7 +139,10 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
     def schedule_async_save(async_request: Any) -> Any:
         save = work.saving
-        return original(async_request if save is None else listed_at_the_end(async_request, save, work))
+        # Beside --logits-save-dir, Megatron gives all functions to the second of two requests of a save.
+        if save is not None and async_request.finalize_fns:
+            async_request = listed_at_the_end(async_request, save, work)
+        return original(async_request)
 
     return schedule_async_save
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron import across_layouts
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.expert_parallel import check_refused
 from mindspeed_dsa.patches.spec import Patch
 
@@ -40,6 +40,8 @@ def check_vocabulary(args: Any, options: None) -> Iterator[str]:
         return
     yield from _check_divisible(args, ranks)
     yield from check_refused(args, FLAG, _REFUSED)
+    if hybrid := hybrid_flag(args):
+        yield f"{FLAG} divides the vocabulary of GPT models, and {hybrid} makes another; omit one of them"
     if argument(args, "ckpt_format") not in (None, "torch_dist"):
         yield (
             f"{FLAG}: --ckpt-format {argument(args, 'ckpt_format')} saves the part of one context parallel "

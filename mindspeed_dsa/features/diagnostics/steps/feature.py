@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Context, Feature, Flag
+from mindspeed_dsa.megatron.configuration import check_trains
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
@@ -90,7 +91,7 @@ _NO_TRAINING_LOOP = (
 
 def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
     """Report a missing training loop or an unusable file."""
-    problems = []
+    problems = [*check_trains(args, "--step-metrics-file")]
     if not versions.is_importable(f"{args.megatron_root}.training"):
         problems.append(_NO_TRAINING_LOOP)
     file = Path(args.step_metrics_file)

@@ -5,7 +5,7 @@ tests: tests/matrix/test_kernel_backend.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.dsa import feature as fused_dsa
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, megatron_flag
 from mindspeed_dsa.megatron.dsa import Options as FusedOptions
 from mindspeed_dsa.patches import versions
@@ -29,11 +30,23 @@ def refusals(chosen: FusedOptions) -> list[str]:
     return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
-def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
-    """Return the messages of :func:`refusals` if this Megatron has the kernel hooks."""
-    release = versions.of_job(args)
-    has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
-    return [*refusals(FusedOptions.of(args)), *fused_dsa.refuse_packs_in_graphs(args)] if has_hooks else ()
+def check_kernel_hooks(args: Any, options: Any) -> Iterator[str]:
+    """Yield a named backend without operators, and :func:`refusals` where this Megatron has the hooks."""
+    release, backend = versions.of_job(args), argument(args, "dsa_backend")
+    is_named, fused = backend not in (None, "auto"), FusedOptions.of(args)
+    has_dsa = getattr(args, "experimental_attention_variant", "dsa") == "dsa"
+    if is_named and not has_dsa and not fused.any_part:  # else fused-dsa says so
+        yield (
+            f"--dsa-backend {backend} chooses operators of DSA, and the model has none; add "
+            "--experimental-attention-variant dsa, or omit it"
+        )
+    elif release is not None and release in SpecifierSet(">=0.19", prereleases=True):
+        yield from refusals(fused)
+        yield from fused_dsa.refuse_packs_in_graphs(args)
+    elif release is not None and release in SpecifierSet("<0.16", prereleases=True):
+        return
+    elif is_named and not (fused.any_part or fused.attends_densely):
+        yield f"--dsa-backend {backend} names no operator that runs; add --use-fused-dsa, or omit it"
 
 
 @dataclass(frozen=True)

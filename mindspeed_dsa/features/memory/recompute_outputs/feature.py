@@ -21,6 +21,7 @@ from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_history
 from mindspeed_dsa.patches.spec import Patch
@@ -56,6 +57,11 @@ def check_activation(args: Any, options: ActivationOptions) -> Iterator[str]:
     yield from check_layers(args, options, _ACTIVATION)
     yield from _check_recompute(args, _ACTIVATION)
     yield from _check_own_module(args, _ACTIVATION, "moe_act")
+    if argument(args, "use_grouped_gemm_for_shared_expert"):
+        yield (
+            f"{_ACTIVATION}: --use-grouped-gemm-for-shared-expert has the activation inside of one "
+            "operation with both linear layers; drop one of them"
+        )
     if argument(args, "use_transformer_engine_op_fuser"):
         yield (
             f"{_ACTIVATION}: with --use-transformer-engine-op-fuser the activation is inside one operation "
@@ -129,6 +135,12 @@ def check_norm(args: Any, options: NormOptions) -> Iterator[str]:
     yield from check_layers(args, options, _NORM)
     yield from _check_recompute(args, _NORM)
     yield from _check_own_module(args, _NORM, "layernorm")
+    is_fused = argument(args, "transformer_impl") == "transformer_engine" and not number_of_experts(args)
+    if is_fused and argument(args, "multi_latent_attention") is False:
+        yield (
+            f"{_NORM} has nothing to recompute: Transformer Engine's linear layers of this model hold both "
+            "norms; use --transformer-impl local or omit it"
+        )
 
 
 NORM = Feature(
@@ -199,9 +211,24 @@ def check_outputs(args: Any, options: Options) -> Iterator[str]:
     """Yield conflicts of ``--recompute-verify``, or of Megatron's own modules without Transformer Engine."""
     if argument(args, "recompute_verify"):
         yield from _check_outputs(args, "--recompute-verify")
+        if not _frees_outputs(args):
+            yield (
+                "--recompute-verify compares outputs that are freed, and this job frees none; add "
+                "--recompute-norm, --recompute-activation-function or --recompute-granularity selective with "
+                "--recompute-modules mla_up_proj, or omit it"
+            )
     elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
         modules = " ".join(_modules(args))
         yield from _check_outputs(args, f"--recompute-modules {modules} without Transformer Engine")
+
+
+def _frees_outputs(args: Any) -> bool:
+    """Return whether a feature or a module of Megatron frees outputs, instead of recomputing itself whole."""
+    if any(argument(args, name) for name in ("recompute_norm", "recompute_activation_function")):
+        return True
+    is_selective = argument(args, "recompute_granularity") == "selective"
+    modules = argument(args, "recompute_modules") or ()
+    return is_selective and any(name in modules for name in (*_NEED_TRANSFORMER_ENGINE, "mla_up_proj"))
 
 
 def _modules(settings: Any) -> list[str]:

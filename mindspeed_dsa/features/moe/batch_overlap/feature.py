@@ -84,6 +84,7 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "puts the same weight gradients under one transfer",
     "fine_grained_activation_offloading": "moves activations of whole microbatches, in their order",
     "moe_paged_stash": "moves activations of whole microbatches, in their order",
+    "moe_routing_trace_path": "records one routing for each layer and microbatch",
     "use_megatron_fsdp": "takes weight gradients before those under the transfers are there",
     "use_custom_fsdp": "takes weight gradients before those under the transfers are there",
 }

@@ -50,6 +50,7 @@ _UNNUMBERED = {
     "use_megatron_fsdp": "--use-megatron-fsdp, whose checkpoints know experts by their place",
     "use_custom_fsdp": "--use-custom-fsdp, whose checkpoints know experts by their place",
     "use_torch_fsdp2": "--use-torch-fsdp2, whose checkpoints know experts by their place",
+    "moe_routing_trace_path": "--moe-routing-trace-path, which would record places for experts",
     "init_model_with_meta_device": "--init-model-with-meta-device, whose initial weights come later",
 }
 
@@ -57,7 +58,7 @@ _UNNUMBERED = {
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
     """Report a placement file that does not fit the model, and unsupported combinations."""
     problems = [*_formats(args), *_combinations(args)]
-    problems += check_stored(args, FLAG, "their master weights would be those of the experts before")
+    problems += check_stored(args, FLAG, "their master weights would come from the experts before")
     if hybrid := hybrid_flag(args):
         problems.append(
             f"{FLAG} numbers the layers of GPT models alone, not those of {hybrid}; omit one of them"

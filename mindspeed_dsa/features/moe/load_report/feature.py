@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.moe import numbering
-from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, check_trains, hybrid_flag
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 
@@ -36,7 +36,7 @@ class Options:
 def check_load_report(args: Any, options: Any) -> Sequence[str]:
     """Report a model without experts, the DSA warmup stage, and a folder that is a file."""
     flag = f"--moe-router-load-report {args.moe_router_load_report}"
-    problems = []
+    problems = [*check_trains(args, "--moe-router-load-report")]
     if not number_of_experts(args):
         problems.append(f"{flag}: this model has no experts to route to; set --num-experts or omit the flag")
     if hybrid := hybrid_flag(args):

@@ -265,6 +265,11 @@ def check_swiglu(args: Any, options: Any) -> Iterator[str]:
             "a fused SwiGLU needs --swiglu, and the model has another activation; add it, or drop swiglu "
             "from the fused operators"
         )
+    if argument(args, "use_transformer_engine_op_fuser"):
+        yield (
+            "a fused SwiGLU cannot be used with --use-transformer-engine-op-fuser, which has the activation "
+            "inside one operation with both linear layers; drop one of them"
+        )
     if argument(args, "use_te_activation_func"):
         yield (
             "a fused SwiGLU and --use-te-activation-func are two kernels for the same activation; drop one "

@@ -57,6 +57,7 @@ class Options:
 FLAG = "--moe-fb-overlap"
 _DOCUMENTS = "describes documents that Megatron-LM's script does not pass to pairs of microbatches"
 _REFUSED = {
+    "mtp_detach_heads": "detaches hidden states in a forward that Megatron's schedule of pairs never calls",
     "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
     "delay_wgrad_compute": "computes weight gradients at other places than this does",
     "ep_overlap_early_attn_memory_release": "changes the order that hides the combine",

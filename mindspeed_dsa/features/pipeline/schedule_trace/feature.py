@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.pipeline.split_backward.feature import detaches_gradients, splits_backward
 from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron.configuration import check_trains
 from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -66,6 +67,7 @@ def check_trace(args: Any, options: Any) -> Iterator[str]:
         yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"
     elif last is not None and step > last:
         yield f"--trace-schedule-step {step} is never reached: --train-iters is {last}"
+    yield from check_trains(args, "--trace-schedule")
     yield from refuse_graphs(args, "--trace-schedule", "a replay calls no part of the schedule", {REST})
     folder = Path(args.trace_schedule)
     if folder.exists() and not folder.is_dir():

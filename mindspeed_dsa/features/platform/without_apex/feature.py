@@ -39,8 +39,19 @@ def adam_wanted(settings: Any) -> bool:
 
 
 def check_adam(args: Any, options: Any) -> Iterator[str]:
-    """Yield a problem if the optimizer's step is captured."""
+    """Yield a problem if the optimizer's step is captured, or the optimizer is not torch's Adam."""
     yield from refuse_graphs(args, "--fused-adam", "the host counts the steps", {OPTIMIZER})
+    if not argument(args, "fused_adam"):  # on by default, where it serves some of the optimizers
+        return
+    optimizer = argument(args, "optimizer")
+    if optimizer not in (None, "adam"):
+        yield f"--fused-adam: --optimizer {optimizer} has another step; use adam, or omit --fused-adam"
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if argument(args, name):
+            yield (
+                f"--fused-adam cannot be used with --{name.replace('_', '-')}, which has a step of its own; "
+                "omit one of them"
+            )
 
 
 FUSED_ADAM = Feature(
@@ -153,15 +164,19 @@ def _serves(source: Any, platform: str) -> bool:
     return platform == "npu" and not any(getattr(source, name, False) for name in _UNBUFFERED)
 
 
-def check_embedding(args: Any, options: Any) -> list[str]:
-    """Return an error if ``--defer-embedding-wgrad-compute`` would import Apex's missing module."""
-    if not (
-        argument(args, "gradient_accumulation_fusion") and argument(args, "defer_embedding_wgrad_compute")
-    ):
-        return []
-    return [
-        f"--defer-embedding-wgrad-compute has Megatron import {EXTENSION}, which is not installed; omit it"
-    ]
+def check_gradient_fusion(args: Any, options: Any) -> Iterator[str]:
+    """Yield contradicting flags, and a problem if Megatron would import Apex's missing module."""
+    fuses = argument(args, "gradient_accumulation_fusion")
+    if argument(args, "gemm_gradient_accumulation_fusion") and fuses is False:
+        yield (
+            "--gemm-gradient-accumulation-fusion and --no-gradient-accumulation-fusion contradict each "
+            "other; omit one of them"
+        )
+    if fuses and argument(args, "defer_embedding_wgrad_compute"):
+        yield (
+            f"--defer-embedding-wgrad-compute has Megatron import {EXTENSION}, which is not installed; omit "
+            "it"
+        )
 
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -194,7 +209,7 @@ GRADIENT_FUSION = Feature(
         ),
     ),
     active=fusion_wanted,
-    check=check_embedding,
+    check=check_gradient_fusion,
     doc="gradient-accumulation-fusion.md",
 )
 

@@ -35,6 +35,8 @@ UNLIKE_ANY = [
     ({"activation_func_clamp_value": 7.0}, "omit --activation-func-clamp-value"),
     ({"activation_func_clamp_value": 0.0}, "omit --activation-func-clamp-value"),
     ({"glu_linear_offset": 1.0}, "give --glu-linear-offset 0.0"),
+    ({"moe_mlp_glu_interleave_size": 32}, "omit --moe-mlp-glu-interleave-size"),
+    ({"moe_shared_expert_glu_interleave_size": 32}, "omit --moe-shared-expert-glu-interleave-size"),
     ({"layernorm_zero_centered_gamma": True}, "omit --apply-layernorm-1p"),
     ({"moe_apply_probs_on_input": True}, "omit --moe-apply-probs-on-input"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "give --moe-router-load-balancing-type aux_loss"),
@@ -48,6 +50,8 @@ UNLIKE_ANY = [
 USUAL = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
     "layernorm_zero_centered_gamma": False,
     "moe_apply_probs_on_input": False,
     "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],

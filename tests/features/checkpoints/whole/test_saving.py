@@ -219,6 +219,16 @@ def test_checksums_are_made_on_request_when_all_is_written(verified: Job, asynch
         verified.load()
 
 
+def test_a_request_without_functions_at_its_end_publishes_nothing() -> None:
+    """Beside ``--logits-save-dir`` the second of two requests has the functions of both."""
+    work, scheduled = SimpleNamespace(saving=object()), []
+    schedule = saving.schedule_whole(scheduled.append, SimpleNamespace(state=lambda _: work))
+    request = SimpleNamespace(finalize_fns=[])
+    schedule(request)
+    assert scheduled == [request]
+    assert request.finalize_fns == []
+
+
 def test_without_the_request_no_file_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     # `_sum` reads a file; any call would now fail.
     monkeypatch.delattr(manifest, "_sum")
