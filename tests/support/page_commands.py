@@ -46,7 +46,7 @@ REFUSED = (
     ("--step-metrics-file", "", NO_TRAINING),
     ("--seq-length 125", "<0.16", "is not divisible|should be a multiple of"),
     ("--yarn-original-max-position-embeddings", "<0.14", "say it there"),
-    ("--override-opt-param-scheduler", "<0.16", f"{UNKNOWN}--override-opt-param-scheduler"),
+    ("--override-opt-param-scheduler", "<0.15", f"{UNKNOWN}--override-opt-param-scheduler"),
     ("--rope-type", "<0.14", f"{UNKNOWN}--rope-type"),
     ("--rope-type", "<0.14", "shifts the labels of multi-token prediction"),
     ("--schedules-method dualpipev", "<0.14", "needs megatron-core >=0.14"),
