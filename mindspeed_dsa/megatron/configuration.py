@@ -8,6 +8,7 @@ or an optimizer when that is built.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def require(context: Context[Any], check: Check, *configurations: Any) -> None:
 def argument(args: Any, name: str) -> Any:
     """Return one of Megatron's arguments, or ``None`` if the namespace or configuration lacks it."""
     return getattr(args, name, None)
+
+
+def builds_by_engine(args: Any) -> bool:
+    """Return whether a job's arguments have Megatron-LM build its layers of Transformer Engine's modules.
+
+    A model's configuration says nothing about it: ``transformer_engine`` is its default, whatever is built.
+    """
+    parsed = hasattr(args, "num_experts")  # a configuration has `num_moe_experts`
+    return (
+        parsed
+        and argument(args, "transformer_impl") == "transformer_engine"
+        and find_spec("transformer_engine") is not None
+    )
 
 
 def loaded_step(args: Any) -> int:

@@ -232,7 +232,9 @@ def noted(event: Event) -> Iterator[None]:
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
-def rows(follower: str, steps: str, forwards: str, backwards: str, pairs: str) -> tuple[Patch, ...]:
+def rows(
+    follower: str, steps: str, forwards: str, backwards: str, pairs: str, versions: str = ">=0.14"
+) -> tuple[Patch, ...]:
     """Return the patches that report a schedule's steps, forwards and backwards to a follower.
 
     Args:
@@ -241,6 +243,7 @@ def rows(follower: str, steps: str, forwards: str, backwards: str, pairs: str) -
         forwards: reason for the patch of ``forward_step``.
         backwards: reason for the patch of ``backward_step``.
         pairs: reason for the patch of ``combined_forward_backward_step``.
+        versions: Megatron-core releases whose pairs are reported.
     """
     return (
         Patch(f"{_SCHEDULES}:get_forward_backward_func", "wrap", f"{follower}.wrap_steps", steps),
@@ -258,6 +261,6 @@ def rows(follower: str, steps: str, forwards: str, backwards: str, pairs: str) -
             f"{follower}.wrap_pairs",
             pairs,
             params=("f_model", "b_model", "b_output_tensor"),
-            versions=">=0.14",
+            versions=versions,
         ),
     )

@@ -256,9 +256,15 @@ AREAS: dict[str, tuple[Row, ...]] = {
         ),
         _row(
             """--moe-router-force-* --moe-router-quantile-* --moe-input-jitter-eps --moe-enable-routing-replay
-            --moe-routing-trace-* --save-tokens-per-expert-interval --moe-pad-experts-for-*""",
+            --save-tokens-per-expert-interval --moe-pad-experts-for-*""",
             UNAFFECTED,
             "inside the router",
+        ),
+        _row(
+            "--moe-routing-trace-*",
+            UNAFFECTED,
+            "hooks of routers, which record a routing for each call",
+            "--moe-routing-trace-path trace",
         ),
         _row("--moe-token-dispatcher-type", SERVED, PAIRS, "--moe-token-dispatcher-type allgather"),
         _row(

@@ -98,7 +98,7 @@ the computation, the memory, the communication or the optimizer. These are the v
   The losses agree with a job without the features.
 {accepted}* **unaffected**: {unaffected} options. They act outside of the functions that features replace.
 * **not run**: {not_run} options. They need a GPU or a package that CPUs lack, or exclude an option of a job.
-  No feature that the table leaves out refuses them, and no test has run them.
+  No test has run them. Of the features in these jobs, those in the last column refuse them.
 * **refused**: {refused} options, each by the features in the last column, before the model is built.
   [Refused](#refused) gives the reasons.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,11 +10,13 @@ from unittest import mock
 import pytest
 
 from mindspeed_dsa.features import shipped
+from mindspeed_dsa.megatron import configuration
 from mindspeed_dsa.patches import versions
 
 FEATURES = {feature.name: feature for feature in shipped()}
 ENGINE = {"transformer_impl": "transformer_engine"}
 MOE = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+DSA = {"experimental_attention_variant": "dsa"}
 HYBRID = {"hybrid_layer_pattern": "M*M*"}
 CP = {"context_parallel_size": 2, "cp_shard_vocabulary": True}
 SAVED = {
@@ -41,11 +44,6 @@ DOES_NOTHING = [
     ("fused-adam", {"fused_adam": True, "optimizer": "sgd"}, "--optimizer sgd has another step"),
     ("fused-adam", {"fused_adam": True, "optimizer_cpu_offload": True}, "with --optimizer-cpu-offload"),
     ("fused-adam", {"fused_adam": True, "use_precision_aware_optimizer": True}, "has a step of its own"),
-    (
-        "gradient-accumulation-fusion",
-        {"gemm_gradient_accumulation_fusion": True, "gradient_accumulation_fusion": False},
-        "contradict each other",
-    ),
     ("moe-alltoall-overlap-comm", {**MOE, **ENGINE}, "nothing is left to hide transfers"),
     (
         "fused-swiglu",
@@ -86,9 +84,53 @@ ENDS_LATE = [
 ]
 
 
+NEIGHBOURS = [
+    ("compile-regions", {"multi_latent_attention": True}),
+    (
+        "recompute-norm",
+        {"recompute_norm": True, "multi_latent_attention": True, "num_experts": None, **ENGINE},
+    ),
+    ("recompute-norm", {"recompute_norm": True, "multi_latent_attention": False, **MOE, **ENGINE}),
+    ("recompute-outputs", {"recompute_verify": True, "recompute_norm": True}),
+    ("fused-adam", {"fused_adam": True, "optimizer": "muon"}),
+    ("fused-adam", {"fused_adam": None, "optimizer": "sgd"}),
+    ("moe-alltoall-overlap-comm", {**MOE, **ENGINE, "moe_shared_expert_intermediate_size": 8}),
+    ("fused-swiglu", {"use_fused_swiglu": True, "use_transformer_engine_op_fuser": True, **MOE}),
+    ("dsa-kernel-backend", {"dsa_backend": "cpu", "use_fused_dsa": True, **DSA}),
+    ("cp-shard-vocabulary", {**CP, "padded_vocab_size": 64}),
+    ("pack-documents", {"tensor_parallel_num_weight_shards": 2, "tensor_model_parallel_size": 2}),
+    ("moe-batch-overlap", {**MOE, "moe_batch_overlap": True}),
+]
+"""Jobs beside them that train."""
+
+
+def problems(name: str, given: dict[str, Any]) -> list[str]:
+    settings = {"megatron_root": "megatron", "dsa_kernel_backend": None, "num_experts": None, **given}
+    find = importlib.util.find_spec
+    with (
+        mock.patch.object(versions, "of_job", return_value="0.16.1"),
+        mock.patch.object(
+            configuration, "find_spec", lambda module: module == "transformer_engine" or find(module)
+        ),
+    ):
+        return FEATURES[name].problems(SimpleNamespace(**settings))
+
+
 @pytest.mark.parametrize(("name", "given", "words"), [*DOES_NOTHING, *ENDS_LATE])
 def test_the_job_is_refused(name: str, given: dict[str, Any], words: str) -> None:
-    settings = {"megatron_root": "megatron", "dsa_kernel_backend": None, **given}
-    with mock.patch.object(versions, "of_job", return_value="0.16.1"):
-        problems = FEATURES[name].problems(SimpleNamespace(**settings))
-    assert [problem for problem in problems if words in problem], problems
+    said = problems(name, given)
+    assert [problem for problem in said if words in problem], said
+
+
+@pytest.mark.parametrize(("name", "given"), NEIGHBOURS)
+def test_its_neighbour_trains(name: str, given: dict[str, Any]) -> None:
+    assert problems(name, given) == []
+
+
+def test_a_configurations_default_says_nothing_about_its_modules() -> None:
+    """Megatron's default is Transformer Engine, whatever specification a loop of one's own builds."""
+    given = {"num_moe_experts": None, "multi_latent_attention": False, "recompute_norm": True, **ENGINE}
+    with mock.patch.object(configuration, "find_spec", return_value=object()):
+        assert FEATURES["recompute-norm"].problems(SimpleNamespace(**given)) == []
+        layer = SimpleNamespace(**ENGINE, num_moe_experts=8, expert_model_parallel_size=2)
+        assert FEATURES["moe-alltoall-overlap-comm"].problems(layer) == []

@@ -139,18 +139,17 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
     def schedule_async_save(async_request: Any) -> Any:
         save = work.saving
-        # Beside --logits-save-dir, Megatron gives all functions to the second of two requests of a save.
-        if save is not None and async_request.finalize_fns:
-            async_request = listed_at_the_end(async_request, save, work)
-        return original(async_request)
+        return original(async_request if save is None else listed_at_the_end(async_request, save, work))
 
     return schedule_async_save
 
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
     """Return Megatron's ``AsyncRequest``, extended to write the manifest when the save is finalized."""
-    work.unfinished.add(save.path)
-    request.add_finalize_fn(lambda: finish(save, work))
+    # Beside --logits-save-dir, Megatron gives all functions to the second of two requests of a save.
+    if request.finalize_fns:
+        work.unfinished.add(save.path)
+        request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
     return request._replace(async_fn=EndsWithJob(request.async_fn, save.process))

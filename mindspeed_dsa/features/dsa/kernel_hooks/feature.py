@@ -43,7 +43,7 @@ def check_kernel_hooks(args: Any, options: Any) -> Iterator[str]:
     elif release is not None and release in SpecifierSet(">=0.19", prereleases=True):
         yield from refusals(fused)
         yield from fused_dsa.refuse_packs_in_graphs(args)
-    elif release is not None and release in SpecifierSet("<0.16", prereleases=True):
+    elif release is None or release in SpecifierSet("<0.16", prereleases=True):
         return
     elif is_named and not (fused.any_part or fused.attends_densely):
         yield f"--dsa-backend {backend} names no operator that runs; add --use-fused-dsa, or omit it"

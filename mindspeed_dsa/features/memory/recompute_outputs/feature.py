@@ -19,7 +19,7 @@ from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
 from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted, without
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, builds_by_engine
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.megatron.graphs import refuse_graphs
@@ -135,8 +135,8 @@ def check_norm(args: Any, options: NormOptions) -> Iterator[str]:
     yield from check_layers(args, options, _NORM)
     yield from _check_recompute(args, _NORM)
     yield from _check_own_module(args, _NORM, "layernorm")
-    is_fused = argument(args, "transformer_impl") == "transformer_engine" and not number_of_experts(args)
-    if is_fused and argument(args, "multi_latent_attention") is False:
+    is_dense = argument(args, "multi_latent_attention") is False and not number_of_experts(args)
+    if is_dense and builds_by_engine(args):
         yield (
             f"{_NORM} has nothing to recompute: Transformer Engine's linear layers of this model hold both "
             "norms; use --transformer-impl local or omit it"

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, builds_by_engine
 from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
     check_all_to_all,
@@ -49,14 +49,13 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
     yield from refuse_graphs(args, FLAG, "a graph holds each transfer at a fixed place")
     why = "takes weight gradients before those under the transfers are there"
     yield from check_refused(args, FLAG, dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp"), why))
-    is_engine = argument(args, "transformer_impl") == "transformer_engine"
-    if is_engine and not argument(args, "moe_shared_expert_intermediate_size"):
+    if builds_by_engine(args) and not argument(args, "moe_shared_expert_intermediate_size"):
         yield (
             f"{FLAG}: the model has no shared expert, and Transformer Engine's experts keep their weight "
             "gradients, so that nothing is left to hide transfers; use --moe-batch-overlap or "
             "--transformer-impl local, or omit it"
         )
-    elif is_engine:
+    elif argument(args, "transformer_impl") == "transformer_engine":
         log.get("moe-alltoall-overlap-comm").info(
             "weight gradients of Transformer Engine's experts stay where they are; the shared expert alone "
             "runs under the transfers",

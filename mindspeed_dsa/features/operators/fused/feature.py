@@ -16,6 +16,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 
@@ -265,7 +266,8 @@ def check_swiglu(args: Any, options: Any) -> Iterator[str]:
             "a fused SwiGLU needs --swiglu, and the model has another activation; add it, or drop swiglu "
             "from the fused operators"
         )
-    if argument(args, "use_transformer_engine_op_fuser"):
+    # Experts and shared experts have an activation of their own beside it.
+    if argument(args, "use_transformer_engine_op_fuser") and not number_of_experts(args):
         yield (
             "a fused SwiGLU cannot be used with --use-transformer-engine-op-fuser, which has the activation "
             "inside one operation with both linear layers; drop one of them"

@@ -122,6 +122,7 @@ FEATURE = Feature(
             "assigns checkpointed segments to their chunk and microbatch",
             "advances to the schedule's next backward",
             "follows a schedule of pairs",
+            versions=">=0.14,<0.21",
         ),
         Patch(
             "megatron.core.models.common.model_chunk_schedule_plan:"

@@ -39,12 +39,12 @@ def adam_wanted(settings: Any) -> bool:
 
 
 def check_adam(args: Any, options: Any) -> Iterator[str]:
-    """Yield a problem if the optimizer's step is captured, or the optimizer is not torch's Adam."""
+    """Yield a problem if the optimizer's step is captured, or the optimizer has no part of torch's Adam."""
     yield from refuse_graphs(args, "--fused-adam", "the host counts the steps", {OPTIMIZER})
     if not argument(args, "fused_adam"):  # on by default, where it serves some of the optimizers
         return
     optimizer = argument(args, "optimizer")
-    if optimizer not in (None, "adam"):
+    if optimizer in ("sgd", "lion"):  # Muon has Adam for embeddings and norms
         yield f"--fused-adam: --optimizer {optimizer} has another step; use adam, or omit --fused-adam"
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if argument(args, name):
@@ -165,14 +165,8 @@ def _serves(source: Any, platform: str) -> bool:
 
 
 def check_gradient_fusion(args: Any, options: Any) -> Iterator[str]:
-    """Yield contradicting flags, and a problem if Megatron would import Apex's missing module."""
-    fuses = argument(args, "gradient_accumulation_fusion")
-    if argument(args, "gemm_gradient_accumulation_fusion") and fuses is False:
-        yield (
-            "--gemm-gradient-accumulation-fusion and --no-gradient-accumulation-fusion contradict each "
-            "other; omit one of them"
-        )
-    if fuses and argument(args, "defer_embedding_wgrad_compute"):
+    """Yield a problem if ``--defer-embedding-wgrad-compute`` would import Apex's missing module."""
+    if argument(args, "gradient_accumulation_fusion") and argument(args, "defer_embedding_wgrad_compute"):
         yield (
             f"--defer-embedding-wgrad-compute has Megatron import {EXTENSION}, which is not installed; omit "
             "it"

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -219,14 +219,23 @@ def test_checksums_are_made_on_request_when_all_is_written(verified: Job, asynch
         verified.load()
 
 
+class Request(NamedTuple):
+    """Megatron's ``AsyncRequest``, as far as it matters here."""
+
+    async_fn: Any
+    finalize_fns: list[Any]
+
+
 def test_a_request_without_functions_at_its_end_publishes_nothing() -> None:
     """Beside ``--logits-save-dir`` the second of two requests has the functions of both."""
-    work, scheduled = SimpleNamespace(saving=object()), []
+    save = SimpleNamespace(path=Path("iter"), process=None)
+    work, scheduled = SimpleNamespace(saving=save, unfinished=set()), []
     schedule = saving.schedule_whole(scheduled.append, SimpleNamespace(state=lambda _: work))
-    request = SimpleNamespace(finalize_fns=[])
-    schedule(request)
-    assert scheduled == [request]
+    schedule(Request(print, []))
+    (request,) = scheduled
     assert request.finalize_fns == []
+    assert isinstance(request.async_fn, EndsWithJob), "the writer ends with the job all the same"
+    assert work.unfinished == set()
 
 
 def test_without_the_request_no_file_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
