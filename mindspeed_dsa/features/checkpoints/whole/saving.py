@@ -146,7 +146,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
     """Return Megatron's ``AsyncRequest``, extended to write the manifest when the save is finalized."""
-    # Beside --logits-save-dir, Megatron gives all functions to the second of two requests of a save.
+    # With --logits-save-dir, Megatron gives all functions to the second of two requests of a save.
     if request.finalize_fns:
         work.unfinished.add(save.path)
         request.add_finalize_fn(lambda: finish(save, work))

@@ -266,7 +266,7 @@ def check_swiglu(args: Any, options: Any) -> Iterator[str]:
             "a fused SwiGLU needs --swiglu, and the model has another activation; add it, or drop swiglu "
             "from the fused operators"
         )
-    # Experts and shared experts have an activation of their own beside it.
+    # Experts and shared experts keep an activation of their own.
     if argument(args, "use_transformer_engine_op_fuser") and not number_of_experts(args):
         yield (
             "a fused SwiGLU cannot be used with --use-transformer-engine-op-fuser, which has the activation "
