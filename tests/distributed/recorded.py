@@ -18,12 +18,12 @@ FEATURE = "dsa-recorded-selections"
 
 def train(argv: Sequence[str], **arguments: Any) -> example_job.RankOutcome:
     """Run :func:`example_job.train`, then close the selection recorder and check that it did not fail."""
-    from mindspeed_dsa.features.dsa.selections.record import steps_of
+    from mindspeed_dsa.features.dsa.selections.record import Steps
 
     outcome = example_job.train(argv, **arguments)
     context = running(FEATURE)
     assert context is not None
-    recorder = steps_of(context).recorder
+    recorder = Steps.of(context).recorder
     if recorder is not None:
         recorder.close()
         assert not recorder.failed, recorder.failed
@@ -42,7 +42,7 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
     from megatron.core import parallel_state
 
     from mindspeed_dsa.features.dsa.selections.format import Recording
-    from mindspeed_dsa.features.dsa.selections.record import steps_of
+    from mindspeed_dsa.features.dsa.selections.record import Steps
     from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
     recording, original, calls = Recording.open(Path(handed)), job_step.forward_step, 0
@@ -58,7 +58,7 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
             parallel_state.get_data_parallel_rank(),
         )
         first, calls = (calls * ranks + rank) * batch % sequences, calls + 1
-        step = steps_of(context).step
+        step = Steps.of(context).step
         arrays = [recording.array(step, first + each) for each in range(batch)]
         # Reversed: an inference engine's kernels may return the keys in any order.
         hand_over(torch.from_numpy(np.stack(arrays)[..., ::-1].copy()))

@@ -23,7 +23,7 @@ def step(
         nonlocal recorded
         result = train_step(*args, **kwargs)
         context = running("dsa-recorded-selections")
-        recorder = None if context is None else record.steps_of(context).recorder
+        recorder = None if context is None else record.Steps.of(context).recorder
         if recorder is not None:
             recorder.close()
             assert not recorder.failed, recorder.failed
