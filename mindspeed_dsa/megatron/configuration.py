@@ -71,6 +71,12 @@ def check_trains(args: Any, flag: str) -> Iterator[str]:
         yield f"{flag} records training steps, and --skip-train makes none; omit one of them"
 
 
+def cuts_weights_further(args: Any) -> bool:
+    """Return whether weights have more shards than tensor parallel ranks, as from Megatron-core 0.19 on."""
+    ranks = argument(args, "tensor_model_parallel_size") or 1
+    return (argument(args, "tensor_parallel_num_weight_shards") or 1) > ranks
+
+
 def hybrid_flag(args: Any) -> str:
     """Return the flag that makes the job's model a hybrid one, which is no ``GPTModel``; empty without."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")

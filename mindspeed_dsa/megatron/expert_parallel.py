@@ -89,6 +89,16 @@ def run_shared_expert(args: Any, flag: str) -> list[str]:
     return [f"the shared expert runs under transfers by {flag}, in place of --moe-shared-expert-overlap"]
 
 
+def layers_with_experts(args: Any) -> list[int]:
+    """Return the numbers of the decoder layers with experts, as far as the arguments define them."""
+    count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
+    if isinstance(pattern, str):  # Megatron evaluates it later
+        return []
+    if isinstance(pattern, int):
+        return [layer + 1 for layer in range(count) if layer % pattern == 0]
+    return [layer + 1 for layer, has_experts in enumerate(pattern) if has_experts]
+
+
 _FLAGS = {"cpu_offloading": "cpu_offloading_num_layers", "logit_dtype": "output_logit_dtype"}
 """Arguments whose flag has another name."""
 

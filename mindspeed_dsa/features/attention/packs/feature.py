@@ -14,7 +14,7 @@ from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
 from mindspeed_dsa.megatron.batches import EVAL_MICRO, evaluates
-from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, cuts_weights_further, hybrid_flag
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.graphs import refuse_graphs
@@ -91,9 +91,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
             f"--pack-documents delivers packs to GPT models alone, not to those of {flag}; omit one"
         )
     # Ranks that share a weight's shards read other data, and are in the group along which packs are sent.
-    if (argument(args, "tensor_parallel_num_weight_shards") or 1) > (
-        argument(args, "tensor_model_parallel_size") or 1
-    ):
+    if cuts_weights_further(args):
         problems.append(
             "--pack-documents cannot be used with more --tensor-parallel-num-weight-shards than tensor "
             "parallel ranks, which read other documents; omit one of them"

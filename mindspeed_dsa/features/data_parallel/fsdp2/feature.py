@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read_config
 from mindspeed_dsa.megatron import across_layouts
-from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, cuts_weights_further, hybrid_flag
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
@@ -128,8 +128,7 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
         yield f"{FLAG}: checkpoints of linear attention cut weights in ways of their own; omit {FLAG}"
     if argument(args, "optimizer") not in (None, "adam", "sgd"):
         yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} is not tried on shards; use adam or sgd"
-    tensor = argument(args, "tensor_model_parallel_size") or 1
-    if (argument(args, "tensor_parallel_num_weight_shards") or tensor) > tensor:
+    if cuts_weights_further(args):
         yield f"{FLAG} and --tensor-parallel-num-weight-shards both shard weights; choose one"
     if (argument(args, "num_distributed_optimizer_instances") or 1) > 1:
         yield f"{FLAG}: use --fsdp2-sharding-size in place of --num-distributed-optimizer-instances"

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
-from mindspeed_dsa.megatron.expert_parallel import number_of_experts
+from mindspeed_dsa.megatron.expert_parallel import layers_with_experts, number_of_experts
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs import expert_placement
@@ -100,16 +100,6 @@ def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
         yield f"{placement.experts} experts, and --num-experts is {experts}"
     if placement.ranks != ranks:
         yield f"{placement.ranks} expert parallel ranks, and --expert-model-parallel-size is {ranks}"
-
-
-def layers_with_experts(args: Any) -> list[int]:
-    """Return the numbers of the decoder layers with experts, as far as the arguments define them."""
-    count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
-    if isinstance(pattern, str):  # Megatron evaluates it later
-        return []
-    if isinstance(pattern, int):
-        return [layer + 1 for layer in range(count) if layer % pattern == 0]
-    return [layer + 1 for layer, has_experts in enumerate(pattern) if has_experts]
 
 
 def _formats(args: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     check_all_to_all,
     check_experts,
     check_refused,
+    layers_with_experts,
     number_of_experts,
     run_shared_expert,
 )
@@ -112,10 +113,8 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
             f"{FLAG}: Megatron's schedule of pairs has no multi-token prediction over packed documents; omit "
             "--pack-documents or --mtp-num-layers"
         )
-    frequency, layers = argument(args, "moe_layer_freq"), argument(args, "num_layers")
-    if isinstance(frequency, int) and layers is not None:
-        frequency = [int(layer % frequency == 0) for layer in range(layers)]
-    if depth and isinstance(frequency, list) and not frequency[-1]:
+    layers = layers_with_experts(args)
+    if depth and layers and layers[-1] != argument(args, "num_layers"):
         yield (
             f"{FLAG}: Megatron's schedule of pairs has multi-token prediction with experts alone, and "
             "--moe-layer-freq gives the last layer none, from which it is built; omit --mtp-num-layers"

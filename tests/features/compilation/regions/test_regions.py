@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 from mindspeed_dsa.features.compilation.regions import prolog
-from mindspeed_dsa.features.compilation.regions.feature import check_regions
 from tests.features.memory.pairs import FEATURES as MEMORY
 from tests.support import third_party
 from tests.support.memory_events import BESIDE, EVENTS, REGIONS
@@ -163,9 +162,3 @@ def test_down_projections_that_are_one_product_are_declined(run):
     layer, regions = SimpleNamespace(config=config, linear_qkv_down_proj=None), mock.Mock()
     assert run(regions, None, layer, torch.ones(2), *[None] * (run is prolog._absorbed)) is None
     regions.declined.assert_called_once_with(prolog.PROLOG, "its down-projections are one product")
-
-
-def test_models_without_latent_attention_are_refused():
-    (problem,) = check_regions(SimpleNamespace(multi_latent_attention=False), None)
-    assert "compiles latent attention, which this model lacks" in problem
-    assert list(check_regions(SimpleNamespace(multi_latent_attention=True), None)) == []

@@ -39,7 +39,7 @@ SERVED = {
         ({"virtual_pipeline_model_parallel_size": None}, "--num-virtual-stages-per-pipeline-rank"),
         ({"mtp_num_layers": 2}, "set --mtp-num-layers 1"),
         ({"pack_documents": True}, "omit --pack-documents or --mtp-num-layers"),
-        ({"moe_layer_freq": [0, 1, 0]}, "--moe-layer-freq gives the last layer none"),
+        ({"moe_layer_freq": [0, 1, 0], "num_layers": 3}, "--moe-layer-freq gives the last layer none"),
         ({"moe_layer_freq": 2, "num_layers": 4}, "--moe-layer-freq gives the last layer none"),
         ({"sft": True}, "--sft, which describes documents that Megatron-LM's script does not pass"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking, which describes"),
