@@ -66,7 +66,7 @@ def of_training(args: Any) -> Batches | None:
     schedule it sets ``global_batch_size`` to the samples of one microbatch.
     """
     whole, micro = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
-    replicas, ramp = argument(args, "data_parallel_size"), argument(args, "rampup_batch_size")
+    replicas, ramp = _replicas(args), argument(args, "rampup_batch_size")
     schedule = argument(args, "step_batch_size_schedule")
     if not (micro and replicas):
         return None
@@ -93,11 +93,17 @@ def of_evaluation(args: Any) -> Batches | None:
     """
     micro = argument(args, "eval_micro_batch_size") or argument(args, "micro_batch_size")
     whole = argument(args, "eval_global_batch_size") or argument(args, "global_batch_size")
-    replicas = argument(args, "data_parallel_size")
+    replicas = _replicas(args)
     told = argument(args, "eval_micro_batch_size") or argument(args, "eval_global_batch_size")
     if not evaluates(args) or not (told and micro and whole and replicas):
         return None
     return Batches(whole, whole, micro, replicas, EVAL_GLOBAL, EVAL_MICRO)
+
+
+def _replicas(args: Any) -> int:
+    """Return the number of ranks with samples of their own, or 0 if the arguments do not state it."""
+    # From 0.19 on, shards of weights beyond TP have samples of their own and are not counted in the former.
+    return (argument(args, "data_parallel_size") or 0) * (argument(args, "gtp_weight_remat_size") or 1)
 
 
 def evaluates(args: Any) -> bool:

@@ -81,6 +81,21 @@ ENDS_LATE = [
         {**MOE, "moe_batch_overlap": True, "moe_routing_trace_path": "x"},
         "records one routing for each layer and microbatch",
     ),
+    (
+        "moe-batch-overlap",
+        {
+            **MOE,
+            "moe_batch_overlap": True,
+            "moe_batch_overlap_attention": True,
+            "moe_router_force_biased": 0.1,
+        },
+        "draws other random numbers for halves",
+    ),
+    (
+        "dualpipev",
+        {"schedules_method": "dualpipev", "moe_paged_stash": True},
+        "is reset by Megatron's own schedules alone",
+    ),
 ]
 
 
@@ -100,6 +115,16 @@ NEIGHBOURS = [
     ("cp-shard-vocabulary", {**CP, "padded_vocab_size": 64}),
     ("pack-documents", {"tensor_parallel_num_weight_shards": 2, "tensor_model_parallel_size": 2}),
     ("moe-batch-overlap", {**MOE, "moe_batch_overlap": True}),
+    ("moe-batch-overlap", {**MOE, "moe_batch_overlap": True, "moe_router_force_biased": 0.1}),
+    (
+        "moe-batch-overlap",
+        {
+            **MOE,
+            "moe_batch_overlap": True,
+            "moe_batch_overlap_attention": True,
+            "moe_router_force_biased": None,
+        },
+    ),
 ]
 """Jobs beside them that train."""
 

@@ -45,6 +45,14 @@ def test_batches_of_steps(given: dict[str, Any], least: int, most: int, remedy: 
     assert sizes.enlarged(6).startswith(remedy)
 
 
+@pytest.mark.parametrize("of_job", [of_training, of_evaluation])
+def test_shards_of_weights_beyond_tensor_parallelism_have_samples_of_their_own(of_job: Any) -> None:
+    """Megatron 0.19 leaves them out of ``data_parallel_size``, and counts microbatches with them."""
+    sizes = of_job(gtp_weight_remat_size=2, eval_global_batch_size=8)
+    assert sizes is not None
+    assert (sizes.microbatches, sizes.enlarged(3).rpartition(" ")[2]) == (2, "12")
+
+
 @pytest.mark.parametrize("schedule", ["768", "0:", ":4", "0:4 1B", "0:none", "0:0", ","])
 def test_what_megatron_refuses_is_left_to_it(schedule: str) -> None:
     assert of_training(step_batch_size_schedule=schedule) is None

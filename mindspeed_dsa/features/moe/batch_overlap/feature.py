@@ -121,6 +121,7 @@ _REFUSED_WITH_ATTENTION = {
     "moe_expert_capacity_factor": "drops tokens of the whole microbatch before any of them is sent",
     "moe_input_jitter_eps": "draws other random numbers for halves than for the whole",
     "moe_router_force_load_balancing": "draws other random numbers for halves than for the whole",
+    "moe_router_force_biased": "draws other random numbers for halves than for the whole",
     "hidden_dropout": "draws other random numbers for halves than for the whole",
     "attention_dropout": "draws other random numbers for halves than for the whole",
     "moe_enable_routing_replay": "counts one routing for each layer and microbatch",

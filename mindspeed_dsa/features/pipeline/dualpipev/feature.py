@@ -149,6 +149,7 @@ _REFUSED = {
     "use_megatron_fsdp": "gathers weights in the order of another schedule",
     "delay_wgrad_compute": "computes weight gradients at places of another schedule",
     "iterations_to_skip": "reads batches as of a model with one chunk on each rank",
+    "moe_paged_stash": "is reset by Megatron's own schedules alone, and does nothing in another one",
     "variable_seq_lengths": "announces the length of each sequence to the next rank first",
     "fine_grained_activation_offloading": "moves activations in the order of another schedule",
     "cpu_offloading": "moves activations in the order of another schedule",
