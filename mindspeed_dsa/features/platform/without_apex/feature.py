@@ -112,9 +112,22 @@ RESUME_ROWS = (
         "no format of the moments has a valid step count; float32 weights require gradients",
         params=("model_param", "tensors"),
     ),
+    Patch(
+        f"{_OPTIMIZER}.get_parameter_state_dp_reshardable",
+        "wrap",
+        f"{_STEP_COUNTS}:leave_out_step_counts",
+        "the format takes the step count for a slice of the buffer, and the first save fails",
+        versions=">=0.15,<0.16",
+    ),
     *across_layouts.ROWS,
 )
 """Rows that fix step counts of torch's Adam in the distributed optimizer's checkpoints."""
+
+
+def has_torch_adam(settings: Any) -> bool:
+    """Return whether Megatron's Adam is torch's, as without Transformer Engine and Apex."""
+    missing = find_spec("transformer_engine") is None and find_spec("apex") is None
+    return settings.platform in ("cpu", "npu") or missing
 
 
 # -- the norm of gradients --------------------------------------------------------------------------
@@ -260,7 +273,7 @@ MODULE_ROWS = (
 def needed_rows(settings: Any) -> tuple[Patch, ...]:
     """Return the patches for the libraries that are not installed."""
     return (
-        *(RESUME_ROWS if settings.platform in ("cpu", "npu") else ()),
+        *(RESUME_ROWS if has_torch_adam(settings) else ()),
         *(NORM_ROWS if has_no_norm_kernel(settings) else ()),
         *(MODULE_ROWS if is_needed(settings) else ()),
     )

@@ -1,12 +1,13 @@
 """Fixes for ``DistributedOptimizer`` with torch's Adam or with float32 weights.
 
-Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. This causes three
+Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. This causes four
 bugs:
 
 * Resuming fails, because Megatron first reads the new optimizer's state, in which no parameter has a step
   count yet.
 * Loading moments fails in the checkpoint formats without step counts. In the format with step counts
   (``dp_reshardable``) it overwrites the loaded count with the new optimizer's 0.
+* Saving in that format fails in 0.15, which takes the count for a slice of the buffer.
 * After loading, all parameters share one tensor as their step count. torch increments it in place once per
   parameter, so Adam's bias corrections are silently wrong.
 
@@ -16,6 +17,7 @@ because they require gradients.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +57,21 @@ def separate_step_counts(original: _Function) -> _Function:
         return result
 
     return load_state_dict
+
+
+def leave_out_step_counts(original: _Function) -> _Function:
+    """Decorate ``get_parameter_state_dp_reshardable`` to leave out step counts, which this format lacks."""
+
+    def get_parameter_state_dp_reshardable(self: Any) -> Any:
+        state = original(self)
+        if is_torch_adam(self.optimizer):
+            # By buffer, dtype, bucket and parameter.
+            for buffer in (state[index] for index in range(len(self.gbuf_ranges))):
+                for parameter in itertools.chain.from_iterable(itertools.chain(*buffer.values())):
+                    parameter.pop("step", None)
+        return state
+
+    return get_parameter_state_dp_reshardable
 
 
 def keep_step_count(original: _Function) -> _Function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 import mindspeed_dsa
+from mindspeed_dsa.features.platform.without_apex import feature
 from tests.support import third_party
 
 # -- functions that run in the pool's workers ------------------------------------------------------
@@ -94,6 +96,23 @@ def _as_read(moments: dict[Any, Any]) -> None:
     for bucket in (bucket for buckets in buffers for lists in buckets.values() for bucket in lists):
         for shard in bucket:
             shard.update(padding=False, step=torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("platform", "installed", "on"),
+    [
+        ("npu", "", True),
+        ("cpu", "", True),
+        ("cuda", "", True),
+        ("cuda", "transformer_engine", False),
+        ("cuda", "apex", False),
+    ],
+)
+def test_the_repairs_are_on_where_adam_is_torchs(monkeypatch, platform, installed, on):
+    """On a GPU, a resumed job with a memory feature silently began with step 0."""
+    monkeypatch.setattr(feature, "find_spec", lambda name: object() if name == installed else None)
+    rows = feature.needed_rows(SimpleNamespace(platform=platform, transformer_impl=None))
+    assert (feature.RESUME_ROWS[0] in rows) is on
 
 
 third_party.or_skip("megatron.core")
