@@ -103,15 +103,6 @@ Check = Callable[[Any, Any], Iterable[str]]
 """Function of a job's arguments (or Megatron's configuration) and a feature's options; yields problems."""
 
 
-def _no_problems(args: Any, options: Any) -> Iterable[str]:
-    return ()
-
-
-def nothing_to_rewrite(args: Any) -> Sequence[str]:
-    """Change nothing; the default of ``Feature.rewrite``."""
-    return ()
-
-
 def _switch_is_on(name: str) -> Callable[[Any], bool]:
     return lambda settings: bool(getattr(settings, name, False))
 
@@ -164,8 +155,8 @@ class Feature:
     rows: Callable[[Any], Sequence[Patch]] | None = None
     active: Callable[[Any], bool] | None = None
     options: Callable[[Any], Any] | None = None
-    rewrite: Callable[[Any], Sequence[str]] = nothing_to_rewrite
-    check: Check = _no_problems
+    rewrite: Callable[[Any], Sequence[str]] = lambda args: ()
+    check: Check = lambda args, options: ()
     doc: str = ""
     platform_support: bool = False
     in_training_loop: bool = False

@@ -103,14 +103,6 @@ def split(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     return whole.index_select(dim, upload(layout.rows_of_rank(rank, whole.size(dim)), whole.device))
 
 
-def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """Join all ranks' tokens to the whole sequence, in sequence order; inverse of :func:`split`."""
-    # rows_of_all gives the position of each row; argsort inverts that permutation.
-    together = torch.cat(parts, dim=dim)
-    order = rows_of_all(layout, together.size(dim)).flatten().argsort()
-    return together.index_select(dim, upload(order, together.device))
-
-
 # -- rows of padding ---------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.context_parallel.layout import Contiguous, Zigzag, join, rows_of_all, split
+from mindspeed_dsa.context_parallel.layout import Contiguous, Zigzag, rows_of_all, split
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -37,7 +37,8 @@ def test_blocks_repeat_it():
 def test_parts_join_to_the_whole(layout):
     whole = torch.randn(2, 48, 3)
     parts = [split(whole, layout, rank, dim=1) for rank in range(layout.ranks)]
-    assert join(parts, layout, dim=1).equal(whole)
+    order = rows_of_all(layout, whole.size(1)).flatten().argsort()
+    assert torch.cat(parts, dim=1).index_select(1, order).equal(whole)
 
 
 def test_consecutive_rows():

@@ -24,11 +24,12 @@ from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel, 
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.triton.common import (
-    add_rows_by_key,
+    add_ordered_rows,
     block,
     dense_rows,
     fails_to_compile,
     key_ids,
+    order_by_key,
     packed_indices,
     row_lengths,
     tile_bytes,
@@ -331,7 +332,7 @@ def score_gradients(
             if tiles is not None:
                 of_chunk = topk_indices.view(batch * rows, topk)[first : first + count]  # [count, topk]
                 ids = key_ids(of_chunk, first, rows, key_length, batch * key_length)
-                add_rows_by_key(grad_key, tiles[:count], ids)
+                add_ordered_rows(grad_key, tiles[:count], order_by_key(ids, len(grad_key), len(ids)), 0)
     else:
         grad_query.zero_()
         grad_weights.zero_()

@@ -292,23 +292,12 @@ def key_ids(indices: Tensor, first: int, rows_per_batch: int, key_length: int, k
 
 
 def tile_bytes(total: Tensor) -> int:
-    """Return the bytes of fp32 tiles to collect before :func:`add_rows_by_key` adds them to ``total``.
+    """Return the bytes of fp32 tiles to collect before :func:`add_ordered_rows` adds them to ``total``.
 
     Each addition reads and writes all of ``total``. With tiles of 8 times its size, this is an eighth of the
     memory traffic for tiles.
     """
     return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
-
-
-def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
-    """Add gathered rows to their keys in row order: deterministic, without atomics.
-
-    Args:
-        total: ``[keys, dim]`` fp32, contiguous.
-        tiles: ``[rows, topk, dim]`` fp32, contiguous; not read for entries without a key.
-        ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` for entries without a key.
-    """
-    add_ordered_rows(total, tiles, order_by_key(ids, total.shape[0], len(ids)), 0)
 
 
 class KeyOrder(NamedTuple):

@@ -28,15 +28,13 @@ class Sides:
 def of_features(
     names: Sequence[str],
     command: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
     on_by_default: Sequence[str] = (),
 ) -> Sides:
     """Return the sides of a comparison that switches features off in A and on in B.
 
     Args:
         names: names of the features.
-        command: job's own command line, which must not set the features.
-        environ: environment variables, which must not set them either, as they override flags.
+        command: job's own command line; neither it nor the environment may set the features.
         on_by_default: switches that the job sets unless ``--no-...`` is given.
 
     Raises:
@@ -61,13 +59,13 @@ def of_features(
         if switch.kind == "auto" or switch.name in on_by_default:
             # Otherwise the feature may be on in A, by the platform or by the job itself.
             a.append(f"--no-{switch.name[2:]}")
-        problems += _set_elsewhere(switch, command, environ)
+        problems += _set_elsewhere(switch, command)
     if problems:
         raise SettingsError("mindspeed_dsa compare: " + "\n  - ".join(["--features:", *problems]))
     return Sides(tuple(a), tuple(b), tuple(dict.fromkeys(names)))
 
 
-def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
+def of_flags(a: str, b: str) -> Sides:
     """Return the sides of a comparison of two strings of flags, each split into words as a shell does.
 
     Raises:
@@ -88,7 +86,7 @@ def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
         f"{typed} is not a flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
     ]
     for flag in flags:
-        if flag.env in environ and {flag.name, f"--no-{flag.name[2:]}", *flag.aliases} & set(tokens):
+        if flag.env in os.environ and {flag.name, f"--no-{flag.name[2:]}", *flag.aliases} & set(tokens):
             problems.append(_outranked(flag))
     if problems:
         raise SettingsError("mindspeed_dsa compare: " + "; ".join(problems))
@@ -100,9 +98,9 @@ def _switch(feature: Feature) -> Flag | None:
     return flag if flag is not None and flag.kind in ("bool", "auto") and not flag.megatron else None
 
 
-def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def _set_elsewhere(switch: Flag, command: Sequence[str]) -> list[str]:
     problems = []
-    if switch.env in environ:
+    if switch.env in os.environ:
         problems.append(_outranked(switch))
     seen = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
     if seen:

@@ -73,11 +73,6 @@ def name_for_megatron(args: Any) -> Sequence[str]:
     return tuple(changes)
 
 
-def check_context_parallel(args: Any, options: Options) -> Iterator[str]:
-    """Yield problems with context parallel arguments; skip arguments that ``args`` lacks."""
-    yield from problems(args, options)
-
-
 NAMES = Feature(
     name="context-parallel",
     summary="Takes MindSpeed's names of context parallel algorithms beside Megatron's, for all layers or one "
@@ -86,7 +81,7 @@ NAMES = Feature(
     active=is_named,
     options=Options.of,
     rewrite=name_for_megatron,
-    check=check_context_parallel,
+    check=problems,
     doc="context-parallel.md",
     patches=(
         Patch(

@@ -105,6 +105,8 @@ class Recorder:
 
     def run(self, original: _Function, describe: Callable[..., _Call], args: Any, kwargs: Any) -> Any:
         """Call ``original``, and record its start and end. If recording fails, only the recording stops."""
+        if self.inside.now:  # a collective that another one calls
+            return original(*args, **kwargs)
         calls = slot = None
         if not self._failed:
             try:
@@ -314,12 +316,7 @@ def record_collective(original: _Function, context: Context[Options]) -> _Functi
         tensors = _tensors((*args[:2], *kwargs.values()))
         return _Call(group, function, tensors, not kwargs.get("async_op", False))
 
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        if recorder.inside.now:
-            return original(*args, **kwargs)
-        return recorder.run(original, describe, args, kwargs)
-
-    return collective
+    return lambda *args, **kwargs: recorder.run(original, describe, args, kwargs)
 
 
 def record_message(original: _Function, context: Context[Options]) -> _Function:
@@ -340,12 +337,7 @@ def record_message(original: _Function, context: Context[Options]) -> _Function:
         tag = kwargs.get("tag", args[3] if len(args) > 3 else 0)
         return _Call(group, function, tensors, waits, source, destination, tag)
 
-    def message(*args: Any, **kwargs: Any) -> Any:
-        if recorder.inside.now:
-            return original(*args, **kwargs)
-        return recorder.run(original, describe, args, kwargs)
-
-    return message
+    return lambda *args, **kwargs: recorder.run(original, describe, args, kwargs)
 
 
 def stop_recording(original: _Function, context: Context[Options]) -> _Function:

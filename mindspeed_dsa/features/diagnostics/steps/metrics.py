@@ -49,10 +49,8 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
     step = context.state(_Step)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        # Positions of parameters differ between releases, names do not. The composed function has the
-        # original's signature, whatever else wraps it.
-        signature = inspect.signature(context.megatron("training.training").training_log)
-        arguments = signature.bind(*args, **kwargs).arguments
+        # Positions of parameters differ between releases, names do not.
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         lm_loss = _lm_loss(arguments["loss_dict"])
         platforms.current().synchronize()
         seconds = time.perf_counter() - step.begin

@@ -146,8 +146,7 @@ def log_indexer_loss(original: Callable[..., Any], context: Context[Options]) ->
         job = context.megatron("training.global_vars")
         if coefficient(job.get_args()) > 0:
             # Parameter positions differ between releases, names do not.
-            signature = inspect.signature(context.megatron("training.training").training_log)
-            arguments = signature.bind(*args, **kwargs).arguments
+            arguments = inspect.signature(original).bind(*args, **kwargs).arguments
             keep_step_loss(indexer_loss(context.megatron).tracker.track_indexer_metrics, context)(
                 loss_scale=1 / context.megatron("core.num_microbatches_calculator").get_num_microbatches(),
                 iteration=arguments["iteration"],

@@ -172,7 +172,6 @@ class Evaluator:
         args: positional arguments of the schedule.
         step: keyword arguments of the schedule.
         context: context of the session.
-        reuses: whether layers below the frontier return outputs of an earlier evaluation.
 
     Attributes:
         request: checkpoint, number of layers and of microbatches of the search.
@@ -187,12 +186,7 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        schedule: _Function,
-        args: Sequence[Any],
-        step: Mapping[str, Any],
-        context: Context[Options],
-        reuses: bool = True,
+        self, schedule: _Function, args: Sequence[Any], step: Mapping[str, Any], context: Context[Options]
     ) -> None:
         assert context.options.folder is not None, "the feature is on"
         model = step["model"]
@@ -207,7 +201,7 @@ class Evaluator:
         self.firsts = _agreed(found, self.config.num_layers)
         require(context, lambda *_: greedy.keep_problems(self.request.layers_kept, self.start, self.firsts))
         self.layer_runs: Counter[int] = Counter()
-        self._schedule, self._args, self._reuses = schedule, args, reuses
+        self._schedule, self._args = schedule, args
         iterators: dict[int, _Repeated] = {}
         self._step = {
             **step,
@@ -290,11 +284,11 @@ class Evaluator:
 
     def _begin(self, pattern: str, layer: int | None) -> None:
         """Set places, frontier and data for one evaluation."""
-        if not self._reuses or not pattern.startswith(self._below):
+        if not pattern.startswith(self._below):
             # The kept outputs are of other layers: run all of them.
             self._frontier = 1
             self._kept.clear()
-        self._tried = layer if layer is not None and self._reuses else 1
+        self._tried = 1 if layer is None else layer
         sharing = Sharing(pattern=pattern)
         for each in self._layers:
             each.runs, each.place = 0, decoder_place(sharing, each.number, len(pattern))

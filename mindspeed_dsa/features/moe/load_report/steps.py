@@ -67,8 +67,7 @@ def record_after_log(original: Callable[..., Any], context: Context[Options]) ->
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         # The position of `iteration` differs between releases; its name does not.
-        signature = inspect.signature(context.megatron("training.training").training_log)
-        step = int(signature.bind(*args, **kwargs).arguments["iteration"])
+        step = int(inspect.signature(original).bind(*args, **kwargs).arguments["iteration"])
         variables = context.megatron("training.global_vars")
         job, writer = variables.get_args(), variables.get_tensorboard_writer()
         due = writer is not None and step % job.tensorboard_log_interval == 0

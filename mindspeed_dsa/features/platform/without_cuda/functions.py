@@ -85,12 +85,7 @@ def jit_fuser(context: Context[None]) -> _Function:
     """Return Megatron's ``jit_fuser``: torch.compile on NPUs with Ascend's Triton, else run eagerly."""
     if platforms.current().name == "npu" and _has_triton_ascend():
         return torch.compile
-    return run_eagerly
-
-
-def run_eagerly(function: _Function) -> _Function:
-    """Return the function unchanged, without compiling it."""
-    return function
+    return lambda function: function
 
 
 def _has_triton_ascend() -> bool:
