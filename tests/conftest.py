@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
@@ -69,9 +70,9 @@ def pytest_collection_finish() -> None:
     third_party.out_of_sight()
 
 
-def pytest_unconfigure() -> None:
-    """Unfreeze objects, as Triton's library complains at exit about those that the collector skips."""
-    gc.unfreeze()
+# Triton's library complains at exit about objects that the collector skips. Not earlier: pytest ends with ten
+# collections, which would take seconds.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_
     assert not list(tmp_path.glob("[abdef]"))  # refused before a folder was made
 
 
+@pytest.mark.full
 def test_damaged_weights_are_refused_or_passed_over(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert jobs.run(run, "--exit-interval", "4").code == 0

@@ -83,6 +83,7 @@ def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> 
     assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
     jobs: JobServer, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -101,7 +102,7 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
     ("fault", "why"),
     [
         pytest.param("in the writer", "its writer has ended without a word", marks=pytest.mark.full),
-        ("full disk", "File too large"),
+        pytest.param("full disk", "File too large", marks=pytest.mark.full),
         pytest.param("vanished folder", "No such file or directory", marks=pytest.mark.full),
     ],
 )

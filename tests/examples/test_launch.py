@@ -96,6 +96,7 @@ def test_ctrl_c_under_torchrun_saves(jobs: JobServer, tmp_path: Path) -> None:
     assert f"stopped by Ctrl-C after step {saved}" in output.read_text()
 
 
+@pytest.mark.full
 def test_a_refusal_at_import_is_said_once_with_status_2(jobs: JobServer, tmp_path: Path) -> None:
     """Holds even if silent ranks end first: torchrun then ends all others."""
     output = tmp_path / "output.txt"

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 SLOW = {
     ("indexer_kl_loss, sparse and dense", "triton"),
+    ("sparse_attention_by_head", "triton"),
     ("sparse_flash_attention, with the loss in its backward", "triton"),
 }
 """Cases of full runs: the quick case of the whole operator runs their kernels as well."""

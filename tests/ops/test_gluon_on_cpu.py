@@ -109,7 +109,7 @@ CASES = {
     "hopper_backward": lambda: backward_of(72, 130, False),
     "hopper_backward_rows": lambda: backward_of(33, 200, True),
 }
-QUICK = 2
+QUICK = 1
 
 
 def without_each(function: Any) -> Iterator[tuple[str, ast.Module]]:

@@ -48,9 +48,16 @@ def close(value, expected, *, backward=False):
         oracle.assert_close(value, expected, backward=backward)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
+    ("dtype", "deterministic"),
+    [
+        pytest.param(torch.float32, True, id="fp32-True"),
+        pytest.param(torch.float32, False, id="fp32-False"),
+        pytest.param(torch.bfloat16, True, id="bf16-True"),
+        pytest.param(torch.bfloat16, False, id="bf16-False", marks=pytest.mark.full),
+        pytest.param(torch.float16, True, id="fp16-True", marks=pytest.mark.full),
+        pytest.param(torch.float16, False, id="fp16-False", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize(("rows", "heads", "dim", "value_dim", "topk"), SHAPES)
 def test_forward_and_backward(rows, heads, dim, value_dim, topk, dtype, deterministic):
@@ -427,9 +434,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]
 """
 
 
-@pytest.mark.parametrize(
-    "dtype", ["dtype0", *(pytest.param(each, marks=pytest.mark.full) for each in ("dtype1", "dtype2"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_compilers_before_3_7_get_kernels_without_branches(dtype):
     command = [sys.executable, "-c", WITHOUT_BRANCHES, __file__, dtype]
     done = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True)

@@ -191,7 +191,7 @@ def _forget_megatron() -> None:
     if (ours := sys.modules.get("mindspeed_dsa.features.dsa.indexer_loss")) is not None:
         ours.indexer_loss.cache_clear()
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
-        for thing in gc.get_objects():
+        for thing in gc.get_referrers(ddp.DistributedDataParallel):
             if type(thing) is ddp.DistributedDataParallel:
                 # A token dispatcher keeps a tensor of its last microbatch, whose graph ends in DDP's hooks,
                 # which hold the model. The collector cannot see through autograd's nodes, so the model would

@@ -44,7 +44,13 @@ def figures(made):
     ("words", "devices", "kind", "name"),
     [
         # Measures: none, full recomputation; with the optimizer on the host; vocabulary padded by TP.
-        (f"{GLM} --micro-batch-size 2 --global-batch-size 512", 64, {"name": "h200"}, "glm-5.2"),
+        pytest.param(
+            f"{GLM} --micro-batch-size 2 --global-batch-size 512",
+            64,
+            {"name": "h200"},
+            "glm-5.2",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             f"{GLM} --micro-batch-size 1 --global-batch-size 256",
             256,

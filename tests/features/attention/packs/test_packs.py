@@ -78,7 +78,7 @@ MTP = {"mtp": True, "overrides": {"mtp_num_layers": 1, "num_layers": 2}}
     ("ranks", "layout"),
     [
         pytest.param(1, {}, marks=pytest.mark.full),
-        (4, {"tp": 2, "pp": 2}),
+        pytest.param(4, {"tp": 2, "pp": 2}, marks=FULL),
         pytest.param(2, {"pp": 2, "from_tokens": True}, marks=FULL),
         pytest.param(4, {"pp": 4}, marks=FULL),
         pytest.param(2, {"pp": 2, "vpp": 2}, marks=FULL),

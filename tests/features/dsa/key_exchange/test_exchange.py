@@ -147,7 +147,8 @@ def test_swapping_leaves_rows_alone_that_are_gathered_again(pool):
 
 
 @pytest.mark.parametrize(
-    "kind", ["keys", pytest.param("keys of blocks", marks=pytest.mark.full), "heads", "ends"]
+    "kind",
+    ["keys", *(pytest.param(each, marks=pytest.mark.full) for each in ("keys of blocks", "heads")), "ends"],
 )
 def test_lengths_that_come_and_go_leave_no_memory(pool, kind):
     """Live memory covers a few lengths, and a forward in flight still gets its gradient."""

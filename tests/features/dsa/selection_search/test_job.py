@@ -66,13 +66,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(sizes, id=name, marks=() if name == "TP2" else pytest.mark.full)
-        for name, sizes in LAYOUTS.items()
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [pytest.param(sizes, id=name) for name, sizes in LAYOUTS.items()])
 def test_layouts_of_two_ranks(pool, tmp_path, layout):
     results, runs, all_runs = same_without_reuse(pool, tmp_path, 2, **layout)
     assert results.is_done

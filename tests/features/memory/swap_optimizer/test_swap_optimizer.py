@@ -90,7 +90,7 @@ def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
     assert early == late
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_state_that_verl_has_moved_is_taken_back(pool, early):
     moved, kept = (
         pool.run(f"{CASES}:offloaded_by_verl", 1, offloads=on, early=early) for on in (True, False)

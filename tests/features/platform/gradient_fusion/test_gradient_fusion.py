@@ -68,7 +68,7 @@ SWAP = {"swap_attention": True, "swap_attention_min_bytes": 0}
     ("overrides", "switches", "layout"),
     [
         pytest.param(PLAIN, {}, {"tp": 1}, marks=pytest.mark.full),
-        (PLAIN, {"use_ascend_coc": True, **SWAP}, {"tp": 2}),
+        pytest.param(PLAIN, {"use_ascend_coc": True, **SWAP}, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(
             EXPERTS, {"moe_alltoall_overlap_comm": True}, {"tp": 1, "ep": 2}, marks=pytest.mark.full
         ),
