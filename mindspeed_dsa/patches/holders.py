@@ -176,7 +176,7 @@ def _step(path: _Path, holder: Any) -> str | _Path | None:
 
 def _module_of(names: dict[Any, Any]) -> str | None:
     """Return the name in ``sys.modules`` of the module with this dictionary, or ``None``."""
-    if not isinstance(own_name := names.get("__name__"), str):
+    if not isinstance(own_name := dict.get(names, "__name__"), str):
         return None
     # Copy, because an import in another thread changes sys.modules.
     candidates = ((own_name, sys.modules.get(own_name)), *sys.modules.copy().items())

@@ -166,7 +166,10 @@ def derive(args: argparse.Namespace, world: int = 0) -> None:
     tensor, stages, context = (getattr(args, name) for name in _RANKS)
     if not all(isinstance(size, int) and size > 0 for size in (tensor, stages, context)):
         return
-    ranks = tensor * stages * context
+    args.gtp_weight_remat_size = max(
+        (getattr(args, "tensor_parallel_num_weight_shards", None) or 1) // tensor, 1
+    )
+    ranks = tensor * stages * context * args.gtp_weight_remat_size
     args.world_size = world or ranks
     args.data_parallel_size = max(args.world_size // ranks, 1)
     if args.expert_tensor_parallel_size is None:

@@ -92,7 +92,7 @@ def test_off_where_a_library_has_kernels(monkeypatch, library):
     assert feature.has_no_norm_kernel(None)
 
 
-@pytest.mark.parametrize(("installed", "on"), [((), ["local-modules"]), (("amp_C",), [])])
+@pytest.mark.parametrize(("installed", "on"), [((), ["local-modules"]), (("amp_C", "apex"), [])])
 def test_a_gpu_has_nothing_else_that_nobody_switched_on(monkeypatch, installed, on):
     monkeypatch.setattr(platforms, "detect", lambda requested: "cuda")
     monkeypatch.setattr(feature, "find_spec", lambda name: name if name in installed else None)
