@@ -195,9 +195,9 @@ def _degree(settings: Any) -> int | None:
     return int(sizes[0])
 
 
-def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
+def check_context_parallel(args: Any, options: Algorithms) -> Iterator[str]:
     """Yield settings that no attention supports, each with a suggested fix."""
-    ranks, names = algorithms.ranks, algorithms.names
+    ranks, names = options.ranks, options.names
     if ranks == 1:
         return
     layers = getattr(args, "num_layers", None)
@@ -209,8 +209,8 @@ def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
             f"--seq-length {length} is not divisible by two chunks for each of --context-parallel-size "
             f"{ranks}; use a multiple of {2 * ranks}"
         )
-    yield from _problems_of_degree(algorithms)
-    yield from _problems_of_blocks(algorithms, length)
+    yield from _problems_of_degree(options)
+    yield from _problems_of_blocks(options, length)
 
 
 def _problems_of_degree(algorithms: Algorithms) -> Iterator[str]:

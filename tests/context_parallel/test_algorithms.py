@@ -11,7 +11,7 @@ import mindspeed_dsa
 from mindspeed_dsa.context_parallel.algorithms import (
     COMM_TYPES,
     Algorithms,
-    problems,
+    check_context_parallel,
     register,
     registered,
     unregister,
@@ -100,7 +100,7 @@ def test_an_explicit_p2p_contradicts_too():
 )
 def test_what_no_attention_can_do_is_one_message(given, message):
     args = arguments(**given)
-    (found,) = problems(args, Algorithms.of(args))
+    (found,) = check_context_parallel(args, Algorithms.of(args))
     assert re.search(message, found), found
 
 

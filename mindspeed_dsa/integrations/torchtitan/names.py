@@ -50,20 +50,18 @@ def resolve(names: Iterable[str], *, what: str) -> tuple[str, ...]:
     return tuple(resolved)
 
 
-def unknown(name: str, what: str, others: Iterable[str] = ()) -> str:
+def unknown(name: str, what: str) -> str:
     """Return the message for an unknown converter name.
 
     Args:
         name: name as the user wrote it.
         what: name of the setting that lists the converter.
-        others: names of registered converters that are not ours.
     """
     ours = [f"{npu} or {neutral}" for npu, neutral in CONVERTERS.items()]
-    known = [*CONVERTERS, *CONVERTERS.values(), *others]
+    known = [*CONVERTERS, *CONVERTERS.values()]
     close = get_close_matches(name, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else "."
-    rest = f"; others have registered {', '.join(sorted(others))}" if others else ""
-    return f"{what}: there is no converter {name!r}{hint} mindspeed_dsa has {', '.join(ours)}{rest}"
+    return f"{what}: there is no converter {name!r}{hint} mindspeed_dsa has {', '.join(ours)}"
 
 
 def check_device(converter: str, device: str) -> None:

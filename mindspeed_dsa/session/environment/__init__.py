@@ -108,18 +108,16 @@ def records(found: Sequence[Found]) -> list[dict[str, str]]:
     ]
 
 
-def early(settings: Settings, args: Any = None, variables: Mapping[str, str] = os.environ) -> list[Found]:
+def early(settings: Settings, args: Any = None) -> list[Found]:
     """Run the checks of installed software, which need no job.
 
     Args:
         settings: session's settings.
         args: job's arguments, if there is a job.
-        variables: environment variables.
     """
-    machine = _machine(settings, variables)
-    return examine(
-        Surroundings(settings.platform, args, variables=variables, machine=machine), (), early=True
-    )
+    machine = _machine(settings, os.environ)
+    about = Surroundings(settings.platform, args, variables=os.environ, machine=machine)
+    return examine(about, (), early=True)
 
 
 def refused(settings: Settings, args: Any) -> list[str]:

@@ -20,14 +20,9 @@ _IMPORT = re.compile(r"^[ \t]*((?:from|import)[ \t]+mindspeed(_llm)?\b(?!_).*)$"
 _ADAPTOR = re.compile(r"import (\w+\.)?megatron_adaptor|import mindspeed\.megatron_adaptor")
 
 
-def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[str, list[str]]:
-    """Return a dict from release to the script's flags that it lacks, and to its problems with other flags.
-
-    Args:
-        flags: script's flags.
-        releases: Megatron-core releases.
-    """
-    translations = {release: translate(flags, Version(release)) for release in releases}
+def lacking(flags: Sequence[Given]) -> dict[str, list[str]]:
+    """Return for each release the script's flags that it lacks, and its problems with other flags."""
+    translations = {release: translate(flags, Version(release)) for release in RELEASES}
     return {
         release: [
             *dict.fromkeys(outcome.given.flag for outcome in translation.refused),

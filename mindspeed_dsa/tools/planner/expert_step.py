@@ -77,15 +77,14 @@ class Layer:
         return sum(shape.numel() for shape in self.shapes)
 
 
-def popular(layer: Layer, zipf: float, seed: int = 0) -> list[int]:
+def popular(layer: Layer, zipf: float) -> list[int]:
     """Return tokens by expert of a router with popularity by Zipf's law, popular experts at random places.
 
     Args:
         layer: sizes of the layer.
         zipf: exponent; 0 for experts of equal popularity.
-        seed: seed of the places and of the sampled tokens.
     """
-    noise = np.random.default_rng(seed)
+    noise = np.random.default_rng(0)
     logits = -zipf * np.log(np.arange(1, layer.experts + 1))
     noise.shuffle(logits)
     # The top k of logits with Gumbel noise are k draws without replacement.

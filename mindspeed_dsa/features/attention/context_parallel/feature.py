@@ -16,7 +16,7 @@ from mindspeed_dsa.context_parallel.algorithms import (
     MEGATRON_FLAGS,
     ULYSSES_DEGREE,
     Algorithms,
-    problems,
+    check_context_parallel,
     registered,
 )
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
@@ -81,7 +81,7 @@ NAMES = Feature(
     active=is_named,
     options=Options.of,
     rewrite=name_for_megatron,
-    check=problems,
+    check=check_context_parallel,
     doc="context-parallel.md",
     patches=(
         Patch(

@@ -97,6 +97,11 @@ def _check_library(operator: str) -> Iterator[str]:
 # -- mask-arithmetic -----------------------------------------------------------------------------
 
 
+def check_mask_arithmetic(args: Any, options: Any) -> Iterator[str]:
+    """Yield problems with arguments that do not work together with mask-arithmetic."""
+    yield from _check_selection(args, "mask-arithmetic")
+
+
 MASK_ARITHMETIC = Feature(
     name="mask-arithmetic",
     summary="In vocabulary parallel embedding and cross entropy, masked_fill replaces assignments through a "
@@ -121,7 +126,7 @@ MASK_ARITHMETIC = Feature(
     ),
     requires=_REQUIRES,
     active=fills_by_mask,
-    check=lambda args, options: _check_selection(args, "mask-arithmetic"),
+    check=check_mask_arithmetic,
     doc=_PAGE,
 )
 

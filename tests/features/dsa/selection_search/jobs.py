@@ -57,15 +57,15 @@ def search(
     evaluated = 0
 
     def making(*args: Any) -> search_job.Evaluator:
-        evaluators.append(make(*args, reuses=reuses))
+        evaluators.append(make(*args))
         return evaluators[-1]
 
-    def weighing(self: Any, *args: Any) -> float:
+    def weighing(self: Any, pattern: str, layer: int | None = None) -> float:
         nonlocal evaluated
         if evaluated == stop_after:
             raise KeyboardInterrupt
         evaluated += 1
-        return weigh(self, *args)
+        return weigh(self, pattern, layer if reuses else None)
 
     run = search_job.run
 
