@@ -40,7 +40,9 @@ _ENVIRONMENT = {
 class _Server:
     def __init__(self, imported: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # Triton reads its variable when it is imported, which is in the server, and a test may have set it.
+        dropped = ("PYTHONPATH", "TRITON_INTERPRET")
+        environ = {name: value for name, value in os.environ.items() if name not in dropped}
         file = Path(__file__).with_name("warm_server.py")
         self.process = subprocess.Popen(
             [sys.executable, str(file), str(theirs.fileno()), *imported],
