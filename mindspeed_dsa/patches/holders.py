@@ -105,22 +105,27 @@ def function_name(function: FunctionType) -> str:
 
 def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
     """Follow references backwards from all suspects at once, until a holder has a name."""
+    # Copy, because an import in another thread changes sys.modules.
+    loaded = tuple(sys.modules.items())
+    modules = {id(names): name for name, module in loaded if (names := hooks.namespace(module)) is not None}
     bookkeeping = [suspects, ours, *ours]
     references: dict[tuple[int, str], StaleReference] = {}
     paths: list[_Path] = [(original,) for original in suspects]
     for _ in range(_DEPTH):
-        paths = _one_level(paths[:_WIDTH], bookkeeping, references)
+        paths = _one_level(paths[:_WIDTH], modules, bookkeeping, references)
         if not paths:
             break
     # Paths without a named holder after _DEPTH steps.
     for path in paths:
         name = f"a {type(path[-1]).__qualname__}, deep inside other containers"
         references.setdefault((id(path[0]), name), StaleReference(path[0], name))
-    return list(references.values())
+    # The heap's order differs from one search to the next.
+    return sorted(references.values(), key=lambda reference: reference.holder)
 
 
 def _one_level(
     paths: list[_Path],
+    modules: Mapping[int, str],
     bookkeeping: list[Any],
     found: dict[tuple[int, str], StaleReference],
 ) -> list[_Path]:
@@ -140,7 +145,7 @@ def _one_level(
             for path in by_end[end]:
                 if any(holder is thing for thing in path):
                     continue  # a cycle
-                result = _step(path, holder)
+                result = _step(path, holder, modules)
                 if isinstance(result, str):
                     found.setdefault((id(path[0]), result), StaleReference(path[0], result))
                 elif result is not None:
@@ -148,14 +153,15 @@ def _one_level(
     return list(longer.values())
 
 
-def _step(path: _Path, holder: Any) -> str | _Path | None:
+def _step(path: _Path, holder: Any, modules: Mapping[int, str]) -> str | _Path | None:
     """Return the holder's name, the path extended by a container, or ``None`` for a harmless holder."""
     child = path[-1]
     if is_a(holder, _IGNORED):
         return None
     if is_a(holder, dict):
         key = _key(holder, child)
-        if (module := _module_of(holder)) or "__builtins__" in holder:
+        if id(holder) in modules or "__builtins__" in holder:
+            module = modules.get(id(holder))
             gone = "" if module else " (of a module that is not in sys.modules)"
             name = f"{module or holder.get('__name__')}.{key}{_keys(path)}{gone}"
             return None if key is None else name
@@ -172,15 +178,6 @@ def _step(path: _Path, holder: Any) -> str | _Path | None:
     if cls is child or cls.__module__ in _SILENT or cls.__module__.startswith(_ENGINE):
         return None  # every instance holds its class
     return f"a {cls.__module__}.{cls.__qualname__}"
-
-
-def _module_of(names: dict[Any, Any]) -> str | None:
-    """Return the name in ``sys.modules`` of the module with this dictionary, or ``None``."""
-    if not isinstance(own_name := dict.get(names, "__name__"), str):
-        return None
-    # Copy, because an import in another thread changes sys.modules.
-    candidates = ((own_name, sys.modules.get(own_name)), *sys.modules.copy().items())
-    return next((name for name, module in candidates if hooks.namespace(module) is names), None)
 
 
 def _in_function(path: _Path, function: FunctionType) -> str | None:

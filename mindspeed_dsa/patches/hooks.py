@@ -95,35 +95,23 @@ def resolve(name: str, path: str) -> tuple[Any, str, Any]:
     return found
 
 
-def executions() -> dict[str, Any]:
-    """Return the ``__spec__`` of every module whose execution is complete, by its name in ``sys.modules``."""
-    specs = ((name, execution(name)) for name in sys.modules.copy())
-    return {name: spec for name, spec in specs if not getattr(spec, "_initializing", True)}
-
-
-def namespaces(
-    since: str | None = None, complete: Mapping[str, Any] | None = None
-) -> Iterator[dict[str, Any]]:
+def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the dictionaries of loaded modules.
 
     Args:
         since: name of a module that has just been executed. Modules that were complete before its execution
             began precede it in ``sys.modules`` and cannot have imported its names, so they are skipped.
-        complete: earlier :func:`executions`, which are skipped: these modules have made all their imports.
     """
     # sys.modules is in the order in which imports began.
     started = since is None
     for name, module in sys.modules.copy().items():
         started = started or name == since
         if (started or is_initializing(module)) and issubclass(type(module), ModuleType):
-            names = _module_dict(module)
-            spec = complete.get(name) if complete else None
-            if spec is None or names.get("__spec__") is not spec:
-                yield names
+            yield _module_dict(module)
 
 
 def bound_names(
-    wanted: Mapping[int, Any], since: str | None = None, complete: Mapping[str, Any] | None = None
+    wanted: Mapping[int, Any], since: str | None = None
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield every module-level name bound to one of the ``wanted`` objects, as ``(namespace, name, value)``.
 
@@ -131,10 +119,9 @@ def bound_names(
         wanted: objects to look for, by ``id``. Identity finds aliases, and ignores unrelated objects of the
             same name.
         since: module that has just been executed, see :func:`namespaces`.
-        complete: executions to skip, see :func:`namespaces`.
     """
     ids = frozenset(wanted)
-    for names in namespaces(since, complete):
+    for names in namespaces(since):
         if _without(ids, names):
             continue
         held = names.copy()
@@ -145,14 +132,11 @@ def bound_names(
 
 def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield ``(namespace, name, value)`` wherever a module binds one of these names to its object."""
-    things: dict[Any, list[Any]] = {}
-    for name, thing in wanted:
-        if thing is not None:
-            things.setdefault(name, []).append(thing)
-    for names in namespaces() if things else ():
-        for name in things.keys() & names.keys():
-            if any(names.get(name) is thing for thing in things[name]):
-                yield names, name, names[name]
+    wanted = [(name, thing) for name, thing in wanted if thing is not None]
+    for names in namespaces() if wanted else ():
+        for name, thing in wanted:
+            if names.get(name) is thing:
+                yield names, name, thing
 
 
 def _without(ids: frozenset[int], names: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -60,7 +60,6 @@ class PatchManager:
         self._busy: set[int] = set()  # ids of sites that a thread is preparing
         self._places: dict[Any, Site] = {}  # key of a patched target, see conflicts.places_of(), to its site
         self._armed = False
-        self._complete: dict[str, Any] = {}  # executions of modules before arm(), see hooks.executions()
         self._unhook: list[Callable[[], None]] = []  # functions that disable the import hooks
 
     # -- plan and check ------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class PatchManager:
         """
         later: dict[str, list[Site]] = {}
         with self._lock:
-            self._armed, self._complete = True, hooks.executions()
+            self._armed = True
             for site in self._in_state("planned"):
                 site.state = "pending"
                 if not hooks.is_loaded(site.patch.module):
@@ -240,13 +239,11 @@ class PatchManager:
     def _fail(site: Site, reason: str) -> None:
         site.state, site.reason = ("failed" if site.required else "skipped"), reason
 
-    def _rebind(
-        self, sites: list[Site], since: str | None = None, complete: Mapping[str, Any] | None = None
-    ) -> None:
-        """Rebind module-level names from originals to patches; see ``hooks.bound_names``."""
+    def _rebind(self, sites: list[Site], since: str | None = None) -> None:
+        """Rebind module-level names from originals to patches."""
         movable = {id(moved[0]): (site, moved) for site in sites if (moved := site.moved())}
         originals = {key: moved[0] for key, (_, moved) in movable.items()}
-        for names, name, value in hooks.bound_names(originals, since, complete) if originals else ():
+        for names, name, value in hooks.bound_names(originals, since) if originals else ():
             site, (_, patch) = movable[id(value)]
             names[name] = patch
             site.rebound.append((names, name))
@@ -275,18 +272,16 @@ class PatchManager:
             refused = [(site, site.reason) for site in self._in_state("foreign") if site.lost]
             applied = self._in_state("applied")
             # Modules that were imported since then may have bound the originals to their own names.
-            self._rebind(applied, complete=self._complete)
+            self._rebind(applied)
             holding = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
             stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], holding)
-            held = [site for site in applied if site.stale and not site.stale_is_harmless]
-            if held:
-                gc.collect()  # a holder that is garbage is not an error
-                self._rebind(held)  # a module that was complete before arm() may have been handed them
+            held = [site for site in applied if site.stale and site.stale_is_error]
+            if held and gc.collect():  # collect first: a holder that is garbage is not an error
                 stale.note_holders(held, holding)
             refused += [
                 (site, _HELD.format(holders=shortened(site.stale, _NAMED_HOLDERS)))
                 for site in held
-                if site.stale and site.stale_is_error
+                if site.stale
             ]
         refused = [(site, reason) for site, reason in refused if site.required]
         if refused:
