@@ -93,9 +93,13 @@ def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, fl
 
     def keys(keep: bool) -> Callable[[], Tensor]:
         def forward() -> Tensor:
-            gathered = [GatheredRows(random(rows, 1, width), members) for width in (key, sizes.index)]
-            first, second = (one.wait() for one in gathered)
-            out = first.sum(-1, keepdim=True) * second.sum(-1, keepdim=True)
+            gathered = [
+                GatheredRows(random(rows, 1, width), members, is_freed=not keep)
+                for width in (key, sizes.index)
+            ]
+            # Backward needs the rows, as that of attention does: otherwise they are not gathered again.
+            first, second = (one.wait().square().sum(-1, keepdim=True) for one in gathered)
+            out = first * second
             return out if keep else freed_until_backward(out, gathered)
 
         return forward

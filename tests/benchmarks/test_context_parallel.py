@@ -1,10 +1,13 @@
-"""Shares of work that the benchmark counts, and its conversion of times into fractions."""
+"""Shares of work and bytes that the benchmark counts, and its conversion of times into fractions."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
-from benchmarks.context_parallel import CELLS, balance, hiding, run
+from benchmarks.context_parallel import CELLS, balance, hiding, run, volume
 
 
 @pytest.mark.parametrize("ranks", balance.RANKS)
@@ -49,3 +52,16 @@ def test_sizes_are_fitted_until_transfers_take_as_long_as_what_hides_them(monkey
 def test_an_unknown_cell_is_refused():
     with pytest.raises(ValueError, match=f"no cell steps; use {', '.join(CELLS)}"):
         run("cpu", only="steps")
+
+
+def received_over_formula() -> dict[str, dict[str, float]]:
+    """Return the bytes of the collectives' arguments over the formula's, without a link to count on."""
+    with mock.patch.object(volume, "_DEVICE", SimpleNamespace(read_text=lambda: "0")):
+        measured = volume.measure(volume.QUICK)
+    return {name: {way: of["collective"] for way, of in ways.items()} for name, ways in measured.items()}
+
+
+def test_algorithms_send_the_bytes_of_their_formulas(pool):
+    for rank in pool.run(f"{__name__}:received_over_formula", 2):
+        assert len(rank) == 6
+        assert all(ways == {"forward": 1, "backward": 1} for ways in rank.values()), rank
