@@ -35,7 +35,7 @@ def cases() -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", cases(), ids=" ".join)
+@pytest.mark.parametrize("words", list(cases()), ids=" ".join)
 def test_a_case_runs(words: tuple[str, ...], tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     run = subprocess.run(

@@ -33,7 +33,7 @@ def _needs(layout: str) -> Any:
     return pytest.param(layout, marks=pytest.mark.releases(">=0.14,!=0.16.*") if layout == "EP2" else ())
 
 
-@pytest.mark.parametrize("layout", map(_needs, LAYOUTS))
+@pytest.mark.parametrize("layout", list(map(_needs, LAYOUTS)))
 def test_one_process_goes_on_as_two_ranks_do(layout: str, jobs: JobServer, tmp_path: Path) -> None:
     """Losses and norms after a resume at step 2 of 4 do not depend on the number of ranks."""
     flags, saved = LAYOUTS[layout].split(), tmp_path / "saved"

@@ -24,17 +24,13 @@ from mindspeed_dsa.integrations.torchtitan.config_converters import (
     Rotary,
     replace_configs,
 )
-from mindspeed_dsa.integrations.torchtitan.context import Keys, check, context_of
+from mindspeed_dsa.integrations.torchtitan.context import check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
-    IndexOperands,
-    Projected,
-    attend,
     enter,
-    index_operands,
     local,
     own_random_numbers,
-    shared_key,
+    sparse_output,
 )
 from mindspeed_dsa.integrations.torchtitan.names import (
     SparseOptions,
@@ -196,7 +192,6 @@ class SparseAttention(LatentAttention):
             self._learn_context(self.inner_attention.context_mesh(x.device))
         flat = x.dim() == 2  # TorchTitan after 0.3 concatenates the tokens of a batch
         self._check_length(x.shape[0] if flat else x.shape[1], flat)
-        # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         key_rope = key_rope.unsqueeze(-2)
 
@@ -204,41 +199,8 @@ class SparseAttention(LatentAttention):
             # The embedding rotates a pair, of which only the first is wanted; key_rope has one head.
             return self.rope(states, key_rope, positions)[0]  # type: ignore[no-any-return]
 
-        keys = self._core.start(shared_key(self.kv_norm(latent), rotate(key_rope).squeeze(-2)))
-        query_input = x if self.q_lora_rank == 0 else self.q_norm(self.wq_a(x))
-        # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
-        trains = self.training and torch.is_grad_enabled() and self.options.loss_coeff > 0
-        with torch.set_grad_enabled(trains):
-            index = index_operands(
-                self.indexer,
-                x.detach(),
-                query_input.detach(),
-                rotate,
-                self.options,
-                self.qk_rope_head_dim,
-                self._core.start,
-            )
-        placed = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(query_input)
-        # [batch, rows, heads, nope + rope]; the rotary part comes last.
-        query_nope, query_rope = placed.unflatten(-1, (-1, self.qk_head_dim)).split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
-        projected = Projected(
-            local(torch.cat([query_nope, rotate(query_rope)], dim=-1)),
-            keys,
-            local(self.wkv_b.weight),
-            self.softmax_scale,
-            self.v_head_dim,
-        )
-        if flat:
-            projected = projected._replace(query=projected.query[None], keys=Keys(keys.local[None]))
-            index = IndexOperands(index.query[None], Keys(index.keys.local[None]), index.weights[None])
         at = local(positions) if self.documents and positions is not None else None
-        out = attend(self, projected, index, at, trains)
-        out = out.squeeze(0) if flat else out
-        if isinstance(placed, DTensor):  # sharded by heads, like the query
-            out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
-        return self._core.gathers_again_behind(self.wo(out))
+        return sparse_output(self, x, (latent, key_rope), rotate, at)
 
 
 def sparse(

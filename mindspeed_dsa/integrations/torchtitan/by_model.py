@@ -16,18 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import distribute_module
 
 from mindspeed_dsa.integrations.torchtitan.context import check, context_of
 from mindspeed_dsa.integrations.torchtitan.latent_attention import (
     Attention,
-    Projected,
-    attend,
     enter,
-    index_operands,
     local,
     own_random_numbers,
-    shared_key,
+    sparse_output,
 )
 from mindspeed_dsa.integrations.torchtitan.layers import (
     gather_back,
@@ -137,37 +134,8 @@ class SparseAttention(deepseek_v3.Attention):
         def rotate(states: Tensor) -> Tensor:
             return self.turn(states, freqs_cis, positions)  # type: ignore[no-any-return]
 
-        # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        keys = self._core.start(shared_key(self.kv_norm(latent), rotate(key_rope.unsqueeze(2)).squeeze(2)))
-        query_input = x if self.q_lora_rank == 0 else self.q_norm(self.wq_a(x))
-        # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
-        trains = self.training and torch.is_grad_enabled() and self._core.options.loss_coeff > 0
-        with torch.set_grad_enabled(trains):
-            index = index_operands(
-                self.indexer,
-                x.detach(),
-                query_input.detach(),
-                rotate,
-                self._core.options,
-                self.qk_rope_head_dim,
-                self._core.start,
-            )
-        placed = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(query_input)
-        query_nope, query_rope = placed.unflatten(-1, (-1, self.qk_head_dim)).split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
-        projected = Projected(
-            local(torch.cat([query_nope, rotate(query_rope)], dim=-1)),
-            keys,
-            local(self.wkv_b.weight),
-            self.softmax_scale,
-            self.v_head_dim,
-        )
-        out = attend(self, projected, index, None, trains)
-        if isinstance(placed, DTensor):  # sharded by heads, like the query
-            out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
-        return self._core.gathers_again_behind(self.wo(out))
+        return sparse_output(self, x, (latent, key_rope.unsqueeze(-2)), rotate, None)
 
 
 def turn_pairs(heads: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -338,6 +338,58 @@ def attend(
     return call_in_graph("attention", static, layer.number, *operands)[0]
 
 
+def sparse_output(
+    layer: Any, x: Tensor, key: tuple[Tensor, Tensor], rotate: Rotate, positions: Tensor | None
+) -> Tensor:
+    """Return the output of a layer of latent attention whose keys its indexer selects, shaped as ``x``.
+
+    Args:
+        layer: TorchTitan's latent attention with ``indexer`` and ``_core``; gets ``indexer_loss``.
+        x: hidden states ``[batch, rows, dim]``, or ``[rows, dim]`` of concatenated sequences.
+        key: latent ``[..., rows, rank]`` and rotary dimensions ``[..., rows, 1, rope]`` from ``layer.wkv_a``,
+            neither normalised nor rotated.
+        rotate: model's rotary embedding.
+        positions: see :meth:`Attention.attend`.
+    """
+    core, flat = layer._core, x.dim() == 2
+    # Keys first: under context parallelism their transfer is hidden behind the projections of queries.
+    latent, key_rope = key
+    keys = core.start(shared_key(layer.kv_norm(latent), rotate(key_rope).squeeze(-2)))
+    query_input = x if layer.q_lora_rank == 0 else layer.q_norm(layer.wq_a(x))
+    # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
+    trains = layer.training and torch.is_grad_enabled() and core.options.loss_coeff > 0
+    with torch.set_grad_enabled(trains):
+        index = index_operands(
+            layer.indexer,
+            x.detach(),
+            query_input.detach(),
+            rotate,
+            core.options,
+            layer.qk_rope_head_dim,
+            core.start,
+        )
+    placed = layer.wq(x) if layer.q_lora_rank == 0 else layer.wq_b(query_input)
+    # [batch, rows, heads, nope + rope]; the rotary part comes last.
+    query_nope, query_rope = placed.unflatten(-1, (-1, layer.qk_head_dim)).split(
+        [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1
+    )
+    projected = Projected(
+        local(torch.cat([query_nope, rotate(query_rope)], dim=-1)),
+        keys,
+        local(layer.wkv_b.weight),
+        layer.softmax_scale,
+        layer.v_head_dim,
+    )
+    if flat:
+        projected = projected._replace(query=projected.query[None], keys=Keys(keys.local[None]))
+        index = IndexOperands(index.query[None], Keys(index.keys.local[None]), index.weights[None])
+    out = attend(layer, projected, index, positions, trains)
+    out = out.squeeze(0) if flat else out
+    if isinstance(placed, DTensor):  # sharded by heads, like the query
+        out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
+    return core.gathers_again_behind(layer.wo(out))  # type: ignore[no-any-return]
+
+
 def _attend_in_layer(
     static: str,
     layer: Tensor,

@@ -15,7 +15,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from mindspeed_dsa.integrations.torchtitan import build, by_config, config_converters, converters
-from mindspeed_dsa.integrations.torchtitan.latent_attention import document_starts
+from mindspeed_dsa.integrations.torchtitan.latent_attention import document_starts, index_operands
 from tests.hosts.torchtitan import jobs
 from tests.hosts.torchtitan.config_registry import model, tiny
 
@@ -184,7 +184,7 @@ def test_the_indexers_rotary_embedding(layout):
         def rotate(states):
             return attention.rope(states, states, torch.tensor([[at]]))[0]
 
-        return by_config.index_operands(attention.indexer, hidden, latent, rotate, options, 16)
+        return index_operands(attention.indexer, hidden, latent, rotate, options, 16)
 
     def formula(x, at):
         x = x.detach().clone()

@@ -75,7 +75,7 @@ def test_converters_and_options_are_ours():
     assert defaults.keys() - planned.keys() == {*torchtitan_settings.OTHERS["dsa"].split()}
 
 
-@pytest.mark.parametrize(("position", "model"), enumerate(["deepseek_v3 671B", "llama3 8B"]))
+@pytest.mark.parametrize(("position", "model"), list(enumerate(["deepseek_v3 671B", "llama3 8B"])))
 def test_models_have_their_numbers_of_parameters(theirs, tmp_path, position, model):
     name, flavor = model.split()
     (tmp_path / "job.toml").write_text(f'[model]\nname = "{name}"\nflavor = "{flavor}"\n')
@@ -83,7 +83,7 @@ def test_models_have_their_numbers_of_parameters(theirs, tmp_path, position, mod
     assert sum(sizes.by_part(sizes.model_weights(planned)).values()) == theirs[1][position]
 
 
-@pytest.mark.parametrize(("position", "split"), enumerate(SPLITS))
+@pytest.mark.parametrize(("position", "split"), list(enumerate(SPLITS)))
 def test_stages_have_their_layers(theirs, tmp_path, position, split):
     number, layers = split
     modules = theirs[2][position]
