@@ -138,7 +138,7 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def takes_every_call(*facts: Any) -> None:
-    """Return None, to accept any call: plan function of backends limited only by ``unsupported(shape)``."""
+    """Return None, to accept any call: plan function, or ``unsupported``, of backends without limits."""
 
 
 @cache

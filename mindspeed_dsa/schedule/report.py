@@ -127,29 +127,18 @@ def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
     ]
 
 
-_COLOURS = {
-    Kind.FORWARD: ("#7fb2e5", "#2f6fae"),
-    Kind.BACKWARD: ("#8fd19e", "#2e8b4a"),
-    Kind.WEIGHT: ("#f2d16b", "#f2d16b"),
-    Kind.RECOMPUTE: ("#c9a3d9", "#c9a3d9"),
-    Kind.DISPATCH: ("#d9d9d9", "#a6a6a6"),
-    Kind.COLD: ("#7fb2e5", "#2f6fae"),
-    Kind.HOT: ("#f0997d", "#c0542f"),
-    Kind.PASSED: ("#f2d16b", "#c99a1a"),
-    Kind.COMBINE: ("#ececec", "#c4c4c4"),
+_LOOKS = {
+    Kind.FORWARD: ("forward", "#7fb2e5", "#2f6fae"),
+    Kind.BACKWARD: ("backward", "#8fd19e", "#2e8b4a"),
+    Kind.WEIGHT: ("weight gradients", "#f2d16b", "#f2d16b"),
+    Kind.RECOMPUTE: ("recompute", "#c9a3d9", "#c9a3d9"),
+    Kind.DISPATCH: ("dispatch", "#d9d9d9", "#a6a6a6"),
+    Kind.COLD: ("experts of dispatched tokens", "#7fb2e5", "#2f6fae"),
+    Kind.HOT: ("moved experts", "#f0997d", "#c0542f"),
+    Kind.PASSED: ("moved weights and gradients", "#f2d16b", "#c99a1a"),
+    Kind.COMBINE: ("combine", "#ececec", "#c4c4c4"),
 }
-"""Colour of the first chunks (lighter) and of the last chunks (darker)."""
-_LABELS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "weight gradients",
-    Kind.RECOMPUTE: "recompute",
-    Kind.DISPATCH: "dispatch",
-    Kind.COLD: "experts of dispatched tokens",
-    Kind.HOT: "moved experts",
-    Kind.PASSED: "moved weights and gradients",
-    Kind.COMBINE: "combine",
-}
+"""Label, colour of the first chunks (lighter), and colour of the last chunks (darker)."""
 _LABELLED = 700
 """Largest number of spans that get their microbatch as a label."""
 
@@ -190,12 +179,12 @@ def _panel(axes: Any, timeline: Timeline) -> None:
     for rank, spans in enumerate(timeline.ranks):
         for span in spans:
             bottom, height = _lane(span, rank)
-            shade = int(chunks > 1 and span.event.chunk >= chunks / 2)
+            is_late = chunks > 1 and span.event.chunk >= chunks / 2
             start, width = span.start - origin, span.end - span.start
             axes.broken_barh(
                 [(start, width)],
                 (bottom, height),
-                facecolors=_COLOURS[span.event.kind][shade],
+                facecolors=_LOOKS[span.event.kind][2 if is_late else 1],
                 edgecolor="white",
                 linewidth=0.4 if sum(map(len, timeline.ranks)) <= _LABELLED else 0.0,
             )
@@ -210,7 +199,7 @@ def _panel(axes: Any, timeline: Timeline) -> None:
     axes.set_title(f"{timeline.schedule.name}: {timeline.step_time:.6g}", loc="left", fontsize=10)
     kinds = dict.fromkeys(span.event.kind for spans in timeline.ranks for span in spans)
     axes.legend(
-        handles=[Patch(color=_COLOURS[kind][0], label=_LABELS[kind]) for kind in kinds],
+        handles=[Patch(color=_LOOKS[kind][1], label=_LOOKS[kind][0]) for kind in kinds],
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
         frameon=False,
@@ -257,7 +246,7 @@ def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 10
                 {
                     "ph": "X",
                     "name": str(span.event),
-                    "cat": _LABELS[span.event.kind],
+                    "cat": _LOOKS[span.event.kind][0],
                     "pid": process,
                     "tid": 2 * rank + _below(span),
                     # Chrome traces count in microseconds.

@@ -5,7 +5,7 @@ README.md in this folder has the mathematics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
     OPERATOR,
     DenseCall,
-    FusedLoss,
     GradientLoss,
     Loss,
     SparseCall,
@@ -165,7 +164,11 @@ def indexer_kl_loss(
     valid = names_key(topk_indices, key.shape[1])
     if implementation.KIND == "autograd":
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
-    return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
+    with torch.no_grad(), spent(OPERATOR, topk_scores.device):
+        loss, gradient = implementation.divergence_and_gradient(
+            topk_scores, attention_sum, valid, row_weights, topk_scores.requires_grad
+        )
+    return _WithGradients.apply((loss, (gradient,)), topk_scores)
 
 
 def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
@@ -275,9 +278,16 @@ def kl_loss_of_scores(
     Returns:
         The loss, a scalar in the dtype of the scores.
     """
-    options = {"row_mask": row_mask, "reduction": reduction, "tp_group": tp_group, "backend": backend}
-    loss: Tensor = _OfScores.apply(topk_scores, attention_sum, topk_indices, options)
-    return loss
+    loss, gradient = divergence_and_score_gradient(
+        topk_scores,
+        attention_sum,
+        topk_indices,
+        row_mask=row_mask,
+        reduction=reduction,
+        tp_group=tp_group,
+        backend=backend,
+    )
+    return _WithGradients.apply((loss, (gradient,)), topk_scores)
 
 
 def _closed_form(
@@ -368,66 +378,21 @@ def dense_indexer_kl_loss(
     count_call(OPERATOR, implementation)
     call = replace(call, plan=planned)
     if implementation.KIND == "gradients":
-        return _Dense.apply(implementation, call, index_query, index_key, index_weights)
+        inputs = index_query, index_key, index_weights
+        with torch.no_grad(), spent(OPERATOR, query.device):
+            known = implementation.dense_loss_and_gradients(call, any(x.requires_grad for x in inputs))
+        return _WithGradients.apply(known, *inputs)
     return implementation.dense_loss(call)
 
 
-class _Divergence(torch.autograd.Function):
-    """Autograd function of the sparse loss; saves the gradient of the scores instead of its inputs."""
+class _WithGradients(torch.autograd.Function):
+    """Autograd function of a loss whose gradients are already known."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        implementation: GradientLoss | FusedLoss,
-        topk_scores: Tensor,
-        attention_sum: Tensor,
-        valid: Tensor,
-        row_weights: Tensor,
+        ctx: Any, known: tuple[Tensor, Sequence[Tensor | None] | None], *differentiable: Tensor
     ) -> Tensor:
-        with spent(OPERATOR, topk_scores.device):
-            loss, gradient = implementation.divergence_and_gradient(
-                topk_scores, attention_sum, valid, row_weights, ctx.needs_input_grad[1]
-            )
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
-        (gradient,) = ctx.saved_tensors
-        return None, gradient * grad_loss, None, None, None
-
-
-class _OfScores(torch.autograd.Function):
-    """Autograd function of :func:`kl_loss_of_scores`; saves the gradient of the scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, topk_scores: Tensor, attention_sum: Tensor, topk_indices: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        loss, gradient = divergence_and_score_gradient(topk_scores, attention_sum, topk_indices, **options)
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None
-
-
-class _Dense(torch.autograd.Function):
-    """Autograd function of the dense loss; its forward computes and saves the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        implementation: GradientLoss,
-        call: DenseCall,
-        *differentiable: Tensor,
-    ) -> Tensor:
-        with spent(OPERATOR, call.query.device):
-            loss, gradients = implementation.dense_loss_and_gradients(call, any(ctx.needs_input_grad))
+        loss, gradients = known  # in a tuple, because autograd returns an argument as a view
         if gradients is not None:
             ctx.save_for_backward(*gradients)
         ctx.dtypes = [tensor.dtype for tensor in differentiable]
@@ -437,4 +402,4 @@ class _Dense(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         scaled = (x * grad_loss.to(x.dtype) for x in ctx.saved_tensors)
-        return None, None, *(x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True))
+        return None, *(x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.chunks import scratch_product
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype, wide
@@ -26,12 +26,7 @@ _DENSE_BYTES = 256 << 20
 _BLOCK = 256 * 1024
 
 KIND: Literal["gradients"] = "gradients"
-plan_dense = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the chunks bound the memory for every shape."""
-    return None
+plan_dense = unsupported = takes_every_call
 
 
 def divergence_and_gradient(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.lightning_indexer.reference import all_scores, visible
 from mindspeed_dsa.ops.precision import wide
@@ -16,12 +16,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, sof
 from mindspeed_dsa.ops.sparse_flash_attention.reference import sparse_flash_attention
 
 KIND: Literal["autograd"] = "autograd"
-plan_dense = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the reference takes every shape."""
-    return None
+plan_dense = unsupported = takes_every_call
 
 
 def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:

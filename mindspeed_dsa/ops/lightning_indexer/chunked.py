@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall, pooled, pools_of
 from mindspeed_dsa.ops.precision import wide
@@ -22,12 +22,7 @@ from mindspeed_dsa.ops.row_ranges import Ranges
 _SLAB_BYTES = 256 << 20
 
 KIND: Literal["gradients"] = "gradients"
-plan_call = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the slabs bound the memory for every shape."""
-    return None
+plan_call = unsupported = takes_every_call
 
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:

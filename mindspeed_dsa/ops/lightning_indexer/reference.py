@@ -8,19 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall, pooled, pools_of
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.row_ranges import Ranges
 
 KIND: Literal["autograd"] = "autograd"
-plan_call = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the reference takes every shape."""
-    return None
+plan_call = unsupported = takes_every_call
 
 
 def all_scores(call: IndexerCall) -> Tensor:

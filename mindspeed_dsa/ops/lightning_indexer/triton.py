@@ -237,12 +237,7 @@ def score_slab(
         *query.stride()[:2],
         key.stride(0),
         *weights.stride(),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_D=block(dim),
-        USE_RELU=use_relu,
-        WIDEN=widen(query),
-        **tiles,
+        **size_constants(query, use_relu) | tiles,
     )
 
 
@@ -267,12 +262,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
         *query.stride()[:3],
         *key.stride()[:2],
         *call.weights.stride(),
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_D=block(dim),
-        USE_RELU=call.use_relu,
-        WIDEN=widen(query),
-        **tiles,
+        **size_constants(query, call.use_relu) | tiles,
     )
     return scores
 

@@ -11,19 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall, add_sink, softmax
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
-plan_call = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the chunks bound the memory for every shape."""
-    return None
+plan_call = unsupported = takes_every_call
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:

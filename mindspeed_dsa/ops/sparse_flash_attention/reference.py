@@ -8,18 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import takes_every_call
 from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 KIND: Literal["autograd"] = "autograd"
-plan_call = takes_every_call
-
-
-def unsupported(shape: ShapeClass) -> str | None:
-    """Return None, because the reference takes every shape."""
-    return None
+plan_call = unsupported = takes_every_call
 
 
 def sparse_flash_attention(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
