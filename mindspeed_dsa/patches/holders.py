@@ -106,7 +106,7 @@ def function_name(function: FunctionType) -> str:
 def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
     """Follow references backwards from all suspects at once, until a holder has a name."""
     # Copy, because an import in another thread changes sys.modules.
-    loaded = tuple(sys.modules.items())
+    loaded = sys.modules.copy().items()
     modules = {id(names): name for name, module in loaded if (names := hooks.namespace(module)) is not None}
     bookkeeping = [suspects, ours, *ours]
     references: dict[tuple[int, str], StaleReference] = {}

@@ -1,7 +1,7 @@
 """Sparse attention in place of dense latent attention, shared by all TorchTitan releases.
 
-The functions take queries and latent keys projected by the model's own layers. If these are DTensors, our
-operators get the local tensors.
+The model's own layers project queries and latent keys. If these are DTensors, our operators get the local
+tensors.
 """
 
 from __future__ import annotations
@@ -311,33 +311,6 @@ def indexer_losses(model: nn.Module) -> dict[str, float]:
     }
 
 
-# -- attention in compiled graphs --------------------------------------------------------------
-
-
-def enter(layer: Any) -> None:
-    """Give an attention layer the number by which compiled graphs call it.
-
-    The number is a tensor: the compiler would make another graph for each layer of a constant.
-    """
-    layer.number = torch.tensor([number(layer)], device="cpu")
-
-
-def attend(
-    layer: Any, projected: Projected, index: IndexOperands, positions: Tensor | None, trains: bool
-) -> Tensor:
-    """Attend with a layer's core, and store the indexer's loss in the layer; see :meth:`Attention.attend`.
-
-    In a compiled graph this is one node, between the projections before and after it.
-    """
-    if not torch.compiler.is_compiling():
-        out, layer.indexer_loss = layer._core.attend(projected, index, positions, trains)
-        return out  # type: ignore[no-any-return]
-    query, keys, up_projection, softmax_scale, value_dim = projected
-    operands = (query, keys.local, up_projection, index.query, index.keys.local, index.weights, positions)
-    static = f"{softmax_scale} {value_dim} {trains}"
-    return call_in_graph("attention", static, layer.number, *operands)[0]
-
-
 def sparse_output(
     layer: Any, x: Tensor, key: tuple[Tensor, Tensor], rotate: Rotate, positions: Tensor | None
 ) -> Tensor:
@@ -388,6 +361,33 @@ def sparse_output(
     if isinstance(placed, DTensor):  # sharded by heads, like the query
         out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
     return core.gathers_again_behind(layer.wo(out))  # type: ignore[no-any-return]
+
+
+# -- attention in compiled graphs --------------------------------------------------------------
+
+
+def enter(layer: Any) -> None:
+    """Give an attention layer the number by which compiled graphs call it.
+
+    The number is a tensor: the compiler would make another graph for each layer of a constant.
+    """
+    layer.number = torch.tensor([number(layer)], device="cpu")
+
+
+def attend(
+    layer: Any, projected: Projected, index: IndexOperands, positions: Tensor | None, trains: bool
+) -> Tensor:
+    """Attend with a layer's core, and store the indexer's loss in the layer; see :meth:`Attention.attend`.
+
+    In a compiled graph this is one node, between the projections before and after it.
+    """
+    if not torch.compiler.is_compiling():
+        out, layer.indexer_loss = layer._core.attend(projected, index, positions, trains)
+        return out  # type: ignore[no-any-return]
+    query, keys, up_projection, softmax_scale, value_dim = projected
+    operands = (query, keys.local, up_projection, index.query, index.keys.local, index.weights, positions)
+    static = f"{softmax_scale} {value_dim} {trains}"
+    return call_in_graph("attention", static, layer.number, *operands)[0]
 
 
 def _attend_in_layer(
