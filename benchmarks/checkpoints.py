@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Saves:
 
     Attributes:
         works: dict from "with checksums" to the state of whole-checkpoints, each with its own folder.
+        expected: copies of all tensors when the latest save with a manifest began.
     """
 
     def __init__(self, folder: Path, parameters: int, megatron: Megatron) -> None:
@@ -85,6 +87,7 @@ class Saves:
             for kind, dtype in (*kinds, ("square", torch.float32))
             for key in [f"{part}.{kind}"]
         }
+        self.expected: dict[str, torch.Tensor] = {}
         queue: Any = megatron("core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue
         self.queue = queue()
 
@@ -104,6 +107,7 @@ class Saves:
 
     def at_once(self) -> Spent:
         """Save synchronously, with a manifest and checksums."""
+        self._copy_tensors()
 
         def write() -> None:
             with self.saving(verify=True) as save:
@@ -124,6 +128,7 @@ class Saves:
 
     def in_the_background(self, verify: bool) -> float:
         """Save asynchronously while every tensor changes; return the seconds that training waits."""
+        self._copy_tensors()
         started = time.perf_counter()
         with self.saving(verify) as save:
             request = self.megatron("core.dist_checkpointing").save(
@@ -142,14 +147,23 @@ class Saves:
         return blocked + spent(lambda: self.queue.maybe_finalize_async_calls(blocking=True)).wall
 
     def is_whole(self) -> bool:
-        """Return whether the latest save verifies and the tracker names it; delete the save."""
+        """Return whether the latest save verifies, has the expected tensors and is named by the tracker.
+
+        Deletes the save.
+        """
         folder = max(self.folder.glob("*/iter_0000001"), key=lambda path: path.stat().st_mtime).parent
         path = folder / "iter_0000001"
         listed = manifest.read(path)
         whole = listed is not None and not manifest.damage(path, listed, contents=True)
         named = (folder / TRACKER).read_text(encoding="ascii") == "1"
+        empty = {key: replace(entry, data=torch.empty_like(entry.data)) for key, entry in self.state.items()}
+        loaded = self.megatron("core.dist_checkpointing").load(empty, str(path))
+        equal = all(torch.equal(loaded[key], tensor) for key, tensor in self.expected.items())
         shutil.rmtree(path)
-        return whole and named
+        return whole and named and equal
+
+    def _copy_tensors(self) -> None:
+        self.expected = {key: entry.data.clone() for key, entry in self.state.items()}
 
 
 def _measured(saves: Saves, times: int) -> dict[str, Any]:
@@ -181,5 +195,5 @@ def _measured(saves: Saves, times: int) -> dict[str, Any]:
         ),
     }
     if not whole:
-        metrics["failed"] = "a checkpoint was not whole"
+        metrics["failed"] = "a checkpoint was not whole, or had other tensors than were saved"
     return metrics

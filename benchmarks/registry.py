@@ -151,7 +151,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "plan",
-            "plans: against counted bytes of ten layouts on four ranks, their speed, the articles' figures",
+            "plans: against counted bytes of 19 layouts on four ranks, their speed, the articles' figures",
             "benchmarks.plan",
             on_device=False,
             has_quick=True,

@@ -60,7 +60,10 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def times(sizes: Sizes) -> dict[str, Any]:
-    """Return the least seconds of a step on two ranks, and on one with both cores; the two alternate."""
+    """Return the least seconds of a step, of two ranks together and of each alone; the two alternate.
+
+    Each rank has one core.
+    """
     timings: dict[str, Any] = {}
     whole: dict[str, Tensor] = {}
     for _ in range(sizes.rounds):

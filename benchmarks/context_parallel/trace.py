@@ -10,10 +10,18 @@ from benchmarks.context_parallel.step import QUICK, Sizes, built
 from benchmarks.linkbed import LinkBed
 from benchmarks.tp_overlap import picture
 from benchmarks.tp_overlap.trace import Span, recorded, without_queueing
+from mindspeed_dsa.parallel import names
 
 _SIZES = Sizes(length=4096, topk=256, hidden=1024)
 """Shorter than the timed sizes: with longer sequences attention would dwarf the projections."""
-_NAMES = {"all_gather": "all-gather", "all_to_all_single": "reduce-scatter"}
+
+
+def _content() -> str:
+    """Return the name of the collective that messages between pairs of ranks stand for on a CPU."""
+    return "reduce-scatter" if names.current().what.startswith("gradient") else "all-gather"
+
+
+_NAMES = {"all_gather": "all-gather", "batch_isend_irecv": _content}
 
 
 def write(link: str, quick: bool, path: Path) -> None:

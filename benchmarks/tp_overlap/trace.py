@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,9 @@ _COLLECTIVES = {
     "all_reduce": "all-reduce",
 }
 _GLOO_THREADS = 2  # number of a group's collectives that run concurrently, in starting order
+
+SpanNames = Mapping[str, str | Callable[[], str]]
+"""Names of spans, or functions that return them, by the name of ``torch.distributed``'s function."""
 
 
 @dataclass
@@ -59,12 +63,12 @@ def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
 
 @contextlib.contextmanager
 def recorded(
-    collectives: Mapping[str, str], matmul: Callable[[Any, Any], str] = lambda left, right: "matmul"
+    collectives: SpanNames, matmul: Callable[[Any, Any], str] = lambda left, right: "matmul"
 ) -> Iterator[list[Span]]:
     """Yield spans of the block's matmuls and transfers; the list is complete when the block has ended.
 
     Args:
-        collectives: names of spans by the name of ``torch.distributed``'s function.
+        collectives: names of spans.
         matmul: function from the two factors to a span's name.
     """
     from megatron.core.tensor_parallel import layers, mappings
@@ -100,27 +104,29 @@ def _matmul(
     return call
 
 
-def _collective(
-    names: Mapping[str, str], original: Callable[..., Any], spans: list[Span]
-) -> Callable[..., Any]:
+def _collective(names: SpanNames, original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
     name = names.get(original.__name__, original.__name__)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        span = Span(name, "transfer", time.perf_counter())
+        span = Span(name() if callable(name) else name, "transfer", time.perf_counter())
         spans.append(span)
         work = original(*args, **kwargs)
         if work is None:
             span.end = time.perf_counter()
-        else:
-            # Not every gloo work has a future; all of them support a second wait.
-            threading.Thread(target=_watch, args=(work, span), daemon=True).start()
-        return work
+            return None
+        # Not every gloo work has a future. A collective supports a second wait, messages between two ranks do
+        # not: the caller waits for the thread that waits for them.
+        works = work if isinstance(work, list) else [work]
+        thread = threading.Thread(target=_watch, args=(works, span), daemon=True)
+        thread.start()
+        return [SimpleNamespace(wait=thread.join)] if isinstance(work, list) else work
 
     return call
 
 
-def _watch(work: Any, span: Span) -> None:
-    work.wait()
+def _watch(works: list[Any], span: Span) -> None:
+    for work in works:
+        work.wait()
     span.end = time.perf_counter()
 
 

@@ -253,7 +253,8 @@ class _Transfer:
         shape = (self.members.rows.numel(), *local.shape[1:])
         storage.resize_(math.prod(shape) * local.element_size())
         self._whole = local.new_empty(0).set_(storage).view(shape)
-        self._launch()
+        with named("keys of the sequence"):
+            self._launch()
 
 
 class _Start(torch.autograd.Function):

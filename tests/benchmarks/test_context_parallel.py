@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from benchmarks.context_parallel import CELLS, balance, hiding, run, volume
+from benchmarks.context_parallel import CELLS, balance, hiding, run, trace, volume
 
 
 @pytest.mark.parametrize("ranks", balance.RANKS)
@@ -65,3 +66,15 @@ def test_algorithms_send_the_bytes_of_their_formulas(pool):
     for rank in pool.run(f"{__name__}:received_over_formula", 2):
         assert len(rank) == 6
         assert all(ways == {"forward": 1, "backward": 1} for ways in rank.values()), rank
+
+
+def recorded_transfers() -> dict[str, int]:
+    """Return how many transfers of a step are recorded, by name."""
+    spans = trace.record(trace.QUICK)["CP2"]
+    return Counter(span.name for span in spans if span.lane != "matmul")
+
+
+@pytest.mark.full
+def test_a_trace_has_the_transfers_of_a_step(pool):
+    """Two keys are gathered, gathered again in backward, and their gradients reduced."""
+    assert pool.run(f"{__name__}:recorded_transfers", 2) == [{"all-gather": 4, "reduce-scatter": 2}] * 2
