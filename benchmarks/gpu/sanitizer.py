@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.dsa.floor import operator_calls
 from benchmarks.dsa.problem import Sizes
+from benchmarks.gpu.backward import ROWS, TILES
 from benchmarks.parts import ROOT
 from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
@@ -87,15 +89,16 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
         sizes = Sizes(length=rows, heads=heads, **_SIZES)
         for operator, directions in operator_calls(sizes, torch.bfloat16, device, "triton").items():
             for direction, call in directions.items():
-                yield f"{operator} {direction}, {heads} heads", call
-                if (operator, direction) == ("sparse_flash_attention", "backward"):
-                    for deterministic in (False, True):
-                        words = "by rows, in a fixed order" if deterministic else "by rows"
-                        again = partial(_by_rows, call, deterministic)
-                        yield f"{operator} {direction} {words}, {heads} heads", again
+                if (operator, direction) != ("sparse_flash_attention", "backward"):
+                    yield f"{operator} {direction}, {heads} heads", call
+                    continue
+                for way, deterministic in product((TILES, ROWS), (False, True)):
+                    words = f"{way}, in a fixed order" if deterministic else way
+                    yield f"{operator} {direction} {words}, {heads} heads", _in_way(call, way, deterministic)
     # A single row is a window of its own, and Triton compiles arguments that are 1 separately.
     single = operator_calls(Sizes(length=1, heads=64, **_SIZES), torch.bfloat16, device, "triton")
-    yield "sparse_flash_attention backward, one row", single["sparse_flash_attention"]["backward"]
+    one_row = single["sparse_flash_attention"]["backward"]
+    yield "sparse_flash_attention backward, one row", _in_way(one_row, TILES, deterministic=False)
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -107,15 +110,19 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
     yield "grouped product of one row", partial(grouped_matmul, drawn(1, 64), drawn(3, 64, 128), [0, 1, 0])
 
 
-def _by_rows(backward: Callable[[], object], deterministic: bool) -> object:
-    """Call the backward by rows, where tiles that rows share are the default on Hopper."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        with mock.patch.object(hopper, "prefers_rows", return_value=True):
-            return backward()
-    finally:
-        torch.use_deterministic_algorithms(before)
+def _in_way(backward: Callable[[], object], way: str, deterministic: bool) -> Callable[[], object]:
+    """Return a function that calls the backward by rows, or by tiles that rows share."""
+
+    def call() -> object:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with mock.patch.object(hopper, "prefers_rows", return_value=way == ROWS):
+                return backward()
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    return call
 
 
 def main() -> None:

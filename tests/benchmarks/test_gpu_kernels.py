@@ -10,7 +10,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.dsa import cuda
 from benchmarks.gpu import backward, selection
-from tests.ops.triton_backend import hopper, indexer
+from tests.ops.triton_backend import attention, hopper, indexer
 
 PEAK = 1e12
 WAYS = [selection.SLABS, selection.SHORT_SLABS]
@@ -138,9 +138,19 @@ def test_every_call_under_the_tool_can_be_made(monkeypatch):
 
     monkeypatch.setattr(sanitizer, "HEADS", (2,))
     monkeypatch.setattr(sanitizer, "_SIZES", {"index_heads": 2, "topk": 4})
+    ways = []
+
+    def delta(*tensors):
+        ways.append((hopper.prefers_rows(2, False), torch.are_deterministic_algorithms_enabled()))
+        return original(*tensors)
+
+    original = attention._delta
+    monkeypatch.setattr(attention, "_delta", delta)
     calls = dict(sanitizer.calls("cpu", rows=6))
     for call in calls.values():
         call()
+    tiles, rows = False, True
+    assert ways == [(tiles, False), (tiles, True), (rows, False), (rows, True), (tiles, False)]
     assert {
         "selection, fp8",
         "grouped product of one row",
