@@ -63,9 +63,9 @@ TOTALS = {
     # releases of --sft.
     # 250 more: `hang` judges jobs that were killed, paused or on devices; state moved by verl, loops of other
     # programs, and options of late steps.
-    # 170 less: patches of schedules, tables of refusals and helpers of commands are each in one place; 180
+    # 255 less: patches of schedules, tables of refusals and helpers of commands are each in one place; 180
     # lines more refuse jobs in which a flag does nothing, or which end late.
-    "lines": 104_020,
+    "lines": 103_935,
     # --dsa-search-selections, by which the command reaches into the job; --dsa-indexer-loss-layers;
     # --cp-shard-vocabulary, which saves memory of weights for more transfers.
     "flags": 116,
