@@ -14,14 +14,9 @@ from mindspeed_dsa.parallel import names
 
 _SIZES = Sizes(length=4096, topk=256, hidden=1024)
 """Shorter than the timed sizes: with longer sequences attention would dwarf the projections."""
-
-
-def _content() -> str:
-    """Return the name of the collective that messages between pairs of ranks stand for on a CPU."""
-    return "reduce-scatter" if names.current().what.startswith("gradient") else "all-gather"
-
-
-_NAMES = {"all_gather": "all-gather", "batch_isend_irecv": _content}
+_CONTENTS = {"keys of the sequence": "all-gather", "gradient of keys of the sequence": "reduce-scatter"}
+"""Collectives that messages between pairs of ranks stand for on a CPU, by the name of their content."""
+_NAMES = {"batch_isend_irecv": lambda: _CONTENTS[names.current().what]}
 
 
 def write(link: str, quick: bool, path: Path) -> None:
