@@ -226,6 +226,16 @@ def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
     assert_same_gradients(put_together(ranks[:1]), alone["gradients"], 2e-5)
 
 
+def test_documents_that_the_script_has_cut(pool):
+    """Megatron gathers hidden states for the indexer there, so each rank has its whole gradient."""
+    case = "tests.features.attention.packs.documents:scripted_step"
+    expected = pool.run(case, 2, cp=2, cut=True)
+    ranks = pool.run(case, 4, cp=2, tp=2, cut=True)
+    for context in (0, 1):
+        together = put_together([rank for rank in ranks if rank["context"] == context])
+        assert_same_gradients(together, expected[context]["gradients"], 2e-5)
+
+
 def test_padding_rows_do_not_count(pool):
     ((padded, alone),) = pool.run(f"{CASE}:valid_rows", 1)
     assert padded == pytest.approx(alone, rel=1e-5)

@@ -26,7 +26,7 @@ from mindspeed_dsa.features.dsa.indexer_loss import coefficient, with_zero_gradi
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import (
     recomputes,
-    sum_gradients_of_own_rows,
+    sum_gradients,
     with_whole_key,
 )
 from mindspeed_dsa.features.dsa.model.indexer import (
@@ -154,7 +154,7 @@ class Indexer(torch.nn.Module):
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         # Under context and sequence parallelism, key and weights are projected from this rank's shard only.
         if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
-            sum_gradients_of_own_rows(self)
+            sum_gradients(self)
 
     def forward_before_topk(
         self, x: Tensor, qr: Tensor, packed_seq_params: Any = None

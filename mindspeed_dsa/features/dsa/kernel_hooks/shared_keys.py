@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
@@ -21,7 +22,11 @@ from mindspeed_dsa.features.dsa.call import call_of
 from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
-from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
+from mindspeed_dsa.features.dsa.key_exchange.layers import (
+    mark_gradients_of_own_rows,
+    sum_gradients,
+    with_whole_key,
+)
 from mindspeed_dsa.features.dsa.operands import keeps_parts_apart
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
@@ -124,6 +129,7 @@ def attend_to_shared_keys(
                     "fused-dsa: --dsa-indexer-loss-layers needs attention in absorbed form, and under "
                     "context parallelism whole sequences or packs of --pack-documents; train so, or omit it"
                 )
+            _reduce_gradients(self, context.options, own_rows=False)
             return original(
                 self,
                 query,
@@ -146,6 +152,7 @@ def attend_to_shared_keys(
             self, query, key, up_v_weight, x, qr, context.options, context.megatron, packed_seq_params
         )
         refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        _reduce_gradients(self, context.options, own_rows=True)
         return attend(call)
 
     return forward
@@ -162,6 +169,31 @@ def mark_where_keys_are_shared(
         init(self, config, *args, **kwargs)
 
     return __init__
+
+
+_OWN_ROWS = "mindspeed_dsa_own_rows"
+
+
+def _reduce_gradients(attention: Any, options: Options, own_rows: bool) -> None:
+    """Have Megatron sum the indexer's gradients if they are of a rank's own rows, or average whole ones.
+
+    Raises:
+        ValueError: earlier batches had gradients of the other kind.
+    """
+    indexer, config = attention.indexer, attention.config
+    if indexer is None or not (torch.is_grad_enabled() and shares_keys(config, options)):
+        return
+    groups = indexer.pg_collection
+    if groups.cp.size() == 1 or groups.tp.size() == 1 or not config.sequence_parallel:
+        return
+    before = vars(indexer).setdefault(_OWN_ROWS, own_rows)
+    if before != own_rows:
+        raise ValueError(
+            "fused-dsa: a batch of documents that Megatron or the script has cut for context parallel ranks "
+            "came among others, and the indexer's gradients of both kinds have different sums; train on one "
+            "kind, or use --pack-documents"
+        )
+    sum_gradients(indexer, own_rows)
 
 
 def _is_dealt_here(packed_seq_params: Any) -> bool:

@@ -41,17 +41,17 @@ def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., N
         original(self, *args, **kwargs)
         groups = self.pg_collection
         if groups.cp.size() > 1 and self.config.sequence_parallel and groups.tp.size() > 1:
-            sum_gradients_of_own_rows(self)
+            sum_gradients(self)
 
     return __init__
 
 
-def sum_gradients_of_own_rows(indexer: Any) -> None:
-    """Mark the key and weights parameters: Megatron sums their gradients over tensor parallel ranks."""
+def sum_gradients(indexer: Any, sums: bool = True) -> None:
+    """Have Megatron sum or average gradients of key and weights parameters over tensor parallel ranks."""
     for module in (indexer.linear_wk, indexer.k_norm, indexer.linear_weights_proj):
         for parameter in module.parameters():
-            parameter.average_gradients_across_tp_domain = False
-            parameter.sequence_parallel = True
+            parameter.average_gradients_across_tp_domain = not sums
+            parameter.sequence_parallel = sums
 
 
 def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
