@@ -47,14 +47,16 @@ class AttributeOverride:
 
 
 @contextlib.contextmanager
-def switched_off(module: Any, name: str) -> Iterator[None]:
-    """Set an attribute of a module to False inside the block."""
-    before = getattr(module, name)
-    setattr(module, name, False)
+def attributes(module: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of a module inside the block."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def activation_of(

@@ -36,6 +36,9 @@ ROWS = (
 )
 """Patches for split all-to-alls and deferred weight gradients; each is applied once for all features."""
 
+CONTINUES = "mindspeed_dsa_continues"
+"""Attribute of a router: whether a later half of the same microbatch is still to be routed."""
+
 
 def number_of_experts(args: Any) -> int:
     """Return the number of experts per layer from arguments or a model's configuration, 0 without experts."""

@@ -15,14 +15,13 @@ from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import (
     CheckpointWithoutOutput,
     RandomStates,
-    attributes,
     keep_inputs,
     needs_gradient,
     within,
 )
 from mindspeed_dsa.features.memory.recompute_outputs.feature import ActivationOptions, check_activation
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function, activation_of
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function, activation_of, attributes
 from mindspeed_dsa.megatron.low_precision import low_precision
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

@@ -33,19 +33,6 @@ def within(what: str) -> Iterator[None]:
         _where.reset(token)
 
 
-@contextlib.contextmanager
-def attributes(module: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of a module inside the block."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def keep_inputs(*linears: Any) -> None:
     """Let linear layers of Transformer Engine save their inputs, and quantise them again in backward.
 

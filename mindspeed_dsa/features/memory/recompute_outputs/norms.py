@@ -12,9 +12,10 @@ import torch
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory import chosen_layers
-from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import attributes, keep_inputs, within
+from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import keep_inputs, within
 from mindspeed_dsa.features.memory.recompute_outputs.feature import NormOptions, check_norm
 from mindspeed_dsa.megatron import split_layers
+from mindspeed_dsa.megatron.attribute_override import attributes
 from mindspeed_dsa.megatron.low_precision import low_precision
 
 _PROJECTIONS = (

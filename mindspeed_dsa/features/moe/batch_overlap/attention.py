@@ -166,6 +166,8 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
     ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     if not isinstance(dispatcher, ours) or dispatcher.ep_size == 1:
         return False
+    if not hasattr(layer.self_attention, "core_attention"):  # a layer of experts alone, of a hybrid model
+        return False
     problems = [*check_halves(layer.config, context.options), *check_attention(layer.config, context.options)]
     for problem in problems:
         context.log.warning("attention stays whole: %s", problem, once=True)

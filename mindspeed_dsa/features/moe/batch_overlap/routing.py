@@ -18,6 +18,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.batch_overlap.choice import State
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options
+from mindspeed_dsa.megatron.expert_parallel import CONTINUES
 
 
 class Routing:
@@ -42,6 +43,7 @@ class Routing:
             choose: Megatron's ``routing`` bound to this router.
         """
         first, self._first = self._first, None
+        setattr(router, CONTINUES, first is None)
         if first is None:
             self._first = logits
             with _alone(router):

@@ -20,7 +20,7 @@ from mindspeed_dsa.features.moe.batch_overlap.choice import State
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options
 from mindspeed_dsa.features.moe.batch_overlap.keys import Keys
 from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
-from mindspeed_dsa.megatron.attribute_override import switched_off
+from mindspeed_dsa.megatron.attribute_override import attributes
 from mindspeed_dsa.megatron.indexer_loss import part_of_loss
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
@@ -105,7 +105,7 @@ class Stages:
 
     def compute(self) -> None:
         """Run the routed experts."""
-        with self._stage(), switched_off(self._layer, "recompute_pre_mlp_layernorm"):
+        with self._stage(), attributes(self._layer, recompute_pre_mlp_layernorm=False):
             output = self._experts(self._node, self._hidden)
         if isinstance(output, tuple):  # before 0.16 this step also returns the shared expert's output
             output, self._shared = output

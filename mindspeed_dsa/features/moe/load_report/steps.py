@@ -22,6 +22,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.load_report.feature import Options
 from mindspeed_dsa.features.moe.numbering import Numbered
+from mindspeed_dsa.megatron.expert_parallel import CONTINUES
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, metrics
 from mindspeed_dsa.runs.expert_load import LayerLoad
@@ -137,7 +138,7 @@ class Counts:
             self._places[layer.router] = _Place(number, stage)
 
     def add(self, router: Any, routing_map: Tensor) -> None:
-        """Add a microbatch to the counts, on the device and without synchronization.
+        """Add a microbatch, or half of one, to the counts, on the device and without synchronization.
 
         Args:
             router: Megatron's router.
@@ -153,7 +154,8 @@ class Counts:
                 if (order := numbering.order_of(router)) is not None:
                     self._slots[router] = torch.tensor(order, device=routing_map.device)
             tokens += routing_map.sum(dim=0)
-            self._microbatches[router] += 1
+            if not getattr(router, CONTINUES, False):
+                self._microbatches[router] += 1
 
     def take(self) -> list[LayerLoad]:
         """Sum the counts of this step over all ranks, and reset them. Collective over all ranks.

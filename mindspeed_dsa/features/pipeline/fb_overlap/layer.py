@@ -36,7 +36,7 @@ from mindspeed_dsa.features.pipeline.fb_overlap.pieces import (
     until_dispatch,
 )
 from mindspeed_dsa.features.pipeline.fb_overlap.recompute import Recomputed, recomputed_part
-from mindspeed_dsa.megatron.attribute_override import switched_off
+from mindspeed_dsa.megatron.attribute_override import attributes
 from mindspeed_dsa.megatron.shared_expert import shared_expert_of
 from mindspeed_dsa.megatron.split_layers import (
     companion_of,
@@ -209,7 +209,10 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
             handover.dispatch.clear()
             state.dispatched_probs = probs.arrive(state.dispatched_probs)
             arrived = tokens.arrive(edge)
-            with switched_off(moe, "use_shared_expert"), switched_off(layer, "recompute_pre_mlp_layernorm"):
+            with (
+                attributes(moe, use_shared_expert=False),
+                attributes(layer, recompute_pre_mlp_layernorm=False),
+            ):
                 output = experts(node, arrived)
         if not moe.use_shared_expert:
             handover.discard_norm(output)

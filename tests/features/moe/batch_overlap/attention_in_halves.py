@@ -17,11 +17,12 @@ from tests.features.moe.batch_overlap.layer_in_halves import times
 from tests.support import model, moe
 
 
-def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
+def trained(dense: bool = False, experts_alone: bool = False, **arguments: Any) -> dict[str, Any]:
     """Run a training step; also return the number of halves, and of halves passed directly to the next layer.
 
     Args:
         dense: whether attention is dense.
+        experts_alone: whether layers with experts have no attention, as in hybrid models.
         **arguments: arguments of ``model.run``.
     """
     from mindspeed_dsa.features.moe.batch_overlap import attention, stages
@@ -30,6 +31,7 @@ def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
         arguments["switches"] = {**arguments["switches"], **DENSE}
     with (
         _dense() if dense else contextlib.nullcontext(),
+        _experts_alone() if experts_alone else contextlib.nullcontext(),
         moe.transfers() as events,
         mock.patch.object(stages.Stages, "attend", autospec=True, side_effect=stages.Stages.attend) as halves,
         mock.patch.object(attention, "_stand_in", side_effect=attention._stand_in) as handed_on,
@@ -61,6 +63,25 @@ def _balancing() -> Iterator[Callable[[], dict[str, Tensor]]]:
         return logged | ({"indexer": dsa["values"].clone()} if "values" in dsa else {})
 
     yield losses
+
+
+@contextlib.contextmanager
+def _experts_alone() -> Iterator[None]:
+    """Have layers with experts hold nothing else, as those of a hybrid model's pattern do."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    build = model.gpt_model
+
+    def gpt_model(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        for layer in built.decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.input_layernorm = layer.self_attention = IdentityOp()
+                layer.self_attn_bda = IdentityFuncOp()
+        return built
+
+    with mock.patch.object(model, "gpt_model", gpt_model):
+        yield
 
 
 DENSE = {

@@ -100,6 +100,21 @@ def test_losses_and_gradients(pool, name):
     assert all((rank["handed on"] > 0) == (several and not recomputed) for rank in on)
 
 
+@pytest.mark.parametrize("sequences", [2, 1])
+def test_layers_of_experts_alone_keep_halves_of_tokens(pool, sequences):
+    """A hybrid model has them. Attention that decides by itself leaves them; their tokens run in halves."""
+    arguments = {"ep": 2, "etp": 1, "micro_batch_size": sequences, "num_microbatches": 2}
+    off, on = (
+        pool.run(f"{CASES}:trained", 2, experts_alone=True, switches=switches, **arguments)
+        for switches in ({}, ALWAYS)
+    )
+    for before, after in zip(off, on, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert after["halves"] == 0
+        assert after["launched"] > before["launched"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("halves", [ATTENTION, ALWAYS], ids=["", "of tokens"])
 def test_moved_experts(pool, halves):

@@ -122,6 +122,7 @@ def summed(ranks: list[list[dict[int, list[int]]]]) -> list[dict[int, list[int]]
 
 
 CASE = "tests.features.moe.load_report.test_load_report:train"
+HALVES = {"moe_batch_overlap": True, "moe_batch_overlap_always": True, "moe_batch_overlap_attention": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -144,8 +145,9 @@ def experts_of(record):
         pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2, "pp": 2, "mtp": True}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
+        (2, {"ep": 2, "switches": HALVES}),
     ],
-    ids=("one process", "EP2", "PP2 x VPP2", "TP2+SP", "EP2 x PP2, MTP", "EP2 x DP2"),
+    ids=("one process", "EP2", "PP2 x VPP2", "TP2+SP", "EP2 x PP2, MTP", "EP2 x DP2", "EP2, halves"),
 )
 def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size, arguments):
     seen, records = report_of(pool, tmp_path, world_size, **arguments)
@@ -164,6 +166,7 @@ def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size,
         for layer in record["layers"]:
             # 4 microbatches x 4 samples x 20 tokens x 2 experts each
             assert sum(layer["experts"]) == 4 * 4 * 20 * 2
+            assert layer["microbatches"] == 4
             assert len(layer["ranks"]) == replicas
             by_rank = [sum(loads) for loads in zip(*layer["ranks"], strict=True)]
             per = 4 // ep
