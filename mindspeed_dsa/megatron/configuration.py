@@ -71,6 +71,36 @@ def check_trains(args: Any, flag: str) -> Iterator[str]:
         yield f"{flag} records training steps, and --skip-train makes none; omit one of them"
 
 
+def check_cached_saves(args: Any, flag: str, tensors: str) -> Iterator[str]:
+    """Yield an error if asynchronous saves read the memory of the first save again, and tensors are new."""
+    # nvidia-resiliency-ext caches the handles of device memory by names and shapes alone.
+    cached = argument(args, "async_save") and argument(args, "ckpt_assume_constant_structure")
+    if cached and not argument(args, "async_ckpt_use_cpu_shm"):
+        yield (
+            f"{flag}: with --async-save, --ckpt-assume-constant-structure saves the memory of the first save "
+            f"again, and {tensors} lie elsewhere in each save; omit --ckpt-assume-constant-structure"
+        )
+
+
+_GATHERED = "modules then gather weights in forward and backward, into memory that this knows nothing of"
+
+
+def check_weight_shards(args: Any, flag: str, why: str = _GATHERED) -> Iterator[str]:
+    """Yield an error if weights are split into more shards than there are tensor parallel ranks.
+
+    Since Megatron-core 0.19 this is possible: modules gather the additional shards before use.
+    """
+    ranks = argument(args, "tensor_model_parallel_size") or 1
+    for kind, whole in (("", ranks), ("expert_", argument(args, "expert_tensor_parallel_size") or ranks)):
+        name = f"{kind}tensor_parallel_num_weight_shards"
+        shards = argument(args, name) or 1
+        if shards > whole:
+            yield (
+                f"{flag} does not combine with --{name.replace('_', '-')} {shards}: {why}; use {whole} or "
+                "omit one of them"
+            )
+
+
 def cuts_weights_further(args: Any) -> bool:
     """Return whether weights have more shards than tensor parallel ranks, as from Megatron-core 0.19 on."""
     ranks = argument(args, "tensor_model_parallel_size") or 1

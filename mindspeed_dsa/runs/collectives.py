@@ -2,8 +2,8 @@
 
 Each job has its own subfolder in the folder that the user names. ``rank-00000.json`` is a complete record,
 written on request. The live files are ``live-00000.json`` (the rank's identity), ``.groups`` (its process
-groups), ``.calls`` (its last calls) and ``.SIGTERM`` (its stack at SIGTERM). They exist while the rank runs,
-and remain if it is killed.
+groups), ``.calls`` (its last calls), ``.SIGTERM`` and ``.SIGUSR1`` (its stacks at these signals). They exist
+while the rank runs, and remain if it is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Manifest of a checkpoint, ``dsa_manifest.json``: a list of its files, which proves that it is complete.
 
-The manifest is the last file of a save, renamed into the checkpoint's folder. So a checkpoint with a manifest
-was written completely. Each file is listed with its size and, on request, zlib's CRC-32. The checksum detects
-bit flips, but does not protect against deliberate changes. Imports neither torch nor Megatron.
+A manifest with files is the last file of a save, renamed into the checkpoint's folder. So its checkpoint was
+written completely. An empty one marks a checkpoint whose save has not ended. Each file is listed with its
+size and, on request, zlib's CRC-32. The checksum detects bit flips, but does not protect against deliberate
+changes. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ PLACES: dict[str, Set[str]] = {
     "step-metrics": set(),
     "swap-attention": LAYER,
     "swap-attention-outputs": LAYER,
-    "swap-optimizer": {OPTIMIZER},
+    "swap-optimizer": {OPTIMIZER, REST},
     "two-streams": LAYER,
     "virtual-optimizer": {OPTIMIZER},
     "whole-checkpoints": set(),

@@ -27,7 +27,7 @@ def test_the_page_shows_the_checks():
         ("pad-sequences", [column for column in GRAPHS if column not in ("`mlp`", "optimizer")]),
         ("fused-linear-cross-entropy", ["iteration"]),
         ("moe-grouped-gemm", ["`moe`", "layers", "iteration"]),
-        ("swap-optimizer", ["optimizer"]),
+        ("swap-optimizer", ["iteration", "optimizer"]),
         ("two-streams", [column for column in GRAPHS if column != "optimizer"]),
         ("fused-swiglu", []),
     ],

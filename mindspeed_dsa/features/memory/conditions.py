@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, check_weight_shards
 from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 
 # -- activation: a switch or one of its options activates, so that an option without its switch is reported
@@ -100,20 +100,3 @@ def check_optimizer(args: Any, flag: str, known: Sequence[str], why: str) -> Ite
     optimizer = argument(args, "optimizer")
     if optimizer is not None and optimizer not in known:
         yield f"{flag}: --optimizer {optimizer} {why}; use one of {', '.join(known)}"
-
-
-def check_weight_shards(args: Any, flag: str) -> Iterator[str]:
-    """Yield an error if weights are split into more shards than there are tensor parallel ranks.
-
-    Since Megatron-core 0.19 this is possible: modules gather the additional shards before use.
-    """
-    ranks = argument(args, "tensor_model_parallel_size") or 1
-    for kind, whole in (("", ranks), ("expert_", argument(args, "expert_tensor_parallel_size") or ranks)):
-        name = f"{kind}tensor_parallel_num_weight_shards"
-        shards = argument(args, name) or 1
-        if shards > whole:
-            yield (
-                f"{flag} does not combine with --{name.replace('_', '-')} {shards}: modules then gather "
-                "weights in forward and backward, into memory that this knows nothing of; use "
-                f"{whole} or omit one of them"
-            )

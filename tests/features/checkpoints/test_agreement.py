@@ -85,7 +85,7 @@ def test_what_one_rank_meets_is_raised_on_all(pool) -> None:
 
 @pytest.mark.parametrize("what", ["load", "export"])
 def test_loads_and_exports_end_together(pool, tmp_path: Path, what: str) -> None:
-    test_loading.write(tmp_path, ".indexer.")
+    test_loading.write(tmp_path)
     first, second = pool.run(f"{HERE}:damaged", 2, timeout_s=60, folder=str(tmp_path), what=what)
     assert first == second
     assert "rank 1 has met RuntimeError: shape mismatch" in first

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,6 +210,45 @@ def test_folders_that_a_job_may_not_replace_are_refused_before_training(
     job = {**job, **({"load": str(tmp_path / "reached")} if "load" in job else {})}
     names = [said.split("models/")[1].split()[0] for said in refused(tmp_path, **job)]
     assert names == [f"iter_{step:07}" for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"save_hf": "checkpoints"}, "has the folders of --save's checkpoints; give it another folder"),
+        ({"save": "msc://bucket/job"}, "reads checkpoints in a folder, and --save msc://bucket/job is none"),
+        ({"save_hf_interval": 2, "save_interval": None}, "writes models of checkpoints, and the job saves"),
+        ({"tensor_parallel_num_weight_shards": 2}, "saves halves of gated weights in another order"),
+        ({"expert_tensor_parallel_num_weight_shards": 2}, "saves halves of gated weights in another order"),
+        ({"heterogeneous_layers_config_path": "layers.json"}, "knows layers of one size"),
+    ],
+)
+def test_jobs_without_models_to_write_are_refused(tmp_path: Path, job: dict[str, Any], said: str) -> None:
+    if job.get("save_hf"):
+        job = {"save_hf": str(tmp_path / "checkpoints")}
+    (problem,) = refused(tmp_path, **job)
+    assert said in problem
+
+
+def test_training_goes_on_without_a_model_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Namespace(save=str(tmp_path / "checkpoints"))
+    running: Any = Namespace(
+        megatron=lambda name: Namespace(get_args=lambda: job),
+        options=Save(tmp_path / "models", interval=2, fp8_blocks=False, like=None, release="0.16.1"),
+        log=log.get(),
+    )
+    steps: list[int] = []
+    saved = saving.export_in_between(steps.append, running)
+    with mock.patch.object(saving, "export", side_effect=RunError("no space left")) as export:
+        for iteration in (1, 2):
+            saved(iteration)
+    assert steps == [1, 2]
+    assert export.call_count == 1
+    said = capsys.readouterr().err
+    assert said.count("training goes on: `python -m mindspeed_dsa weights export") == 1
+    assert f"{tmp_path}/checkpoints/iter_0000002 {tmp_path}/models/iter_0000002` writes this model" in said
 
 
 # -- links in a folder of unknown origin ---------------------------------------------------------

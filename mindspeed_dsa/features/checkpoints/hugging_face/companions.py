@@ -21,6 +21,7 @@ from mindspeed_dsa.runs.files import RunError
 _COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab*",
     "merges.txt",
     "*.model",
@@ -82,13 +83,14 @@ def token_ids(tokenizer: str | None) -> dict[str, int | list[int] | None]:
     folder = path if path.is_dir() else path.parent
     if not tokenizer or not path.exists():
         return {}
-    said, words, content = (
-        _read(folder / name) for name in (FILE, "tokenizer_config.json", "tokenizer.json")
+    said, words, content, more = (
+        _read(folder / name)
+        for name in (FILE, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
     )
     if any(key in said for key in TOKENS):  # of a model's own folder
         return {key: value for key in TOKENS if _are_ids(value := said.get(key))}
     added = content.get("added_tokens")
-    ids = {token.get("content"): token.get("id") for token in added or () if isinstance(token, dict)}
+    ids = more | {token.get("content"): token.get("id") for token in added or () if isinstance(token, dict)}
     for number, token in dict(words.get("added_tokens_decoder") or {}).items():
         if isinstance(token, dict) and number.isdecimal():
             ids[token.get("content")] = int(number)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, check_weight_shards, hybrid_flag
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -108,6 +108,12 @@ def _check_model(args: Any, flag: str) -> Iterator[str]:
         yield f"{flag} knows layers of GPT models alone, and {hybrid} makes another; omit one of them"
     if argument(args, "mla_down_proj_fusion"):
         yield f"{flag} knows latent attention's two down-projections, not one; omit --mla-down-proj-fusion"
+    yield from check_weight_shards(args, flag, "Megatron saves halves of gated weights in another order then")
+    if argument(args, "heterogeneous_layers_config_path"):
+        yield (
+            f"{flag} knows layers of one size, and --heterogeneous-layers-config-path gives each its own; "
+            "omit one of them"
+        )
 
 
 def check_load(args: Any, options: Load) -> Iterator[str]:
@@ -119,6 +125,12 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
         yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
     yield from _check_model(args, flag)
     yield from check_stored(args, flag, "their master weights would come from the initialization")
+    for name in ("use_custom_fsdp", "use_megatron_fsdp"):
+        if argument(args, name):
+            yield (
+                f"{flag}: --{name.replace('_', '-')} takes its master weights before the files are read; use "
+                "--use-distributed-optimizer, or weights import and --load"
+            )
     for problem in mismatch.problems(args, options.folder, options.release):
         yield f"{flag}: {problem}"
 
@@ -131,6 +143,10 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
     yield from _check_model(args, flag)
     if not argument(args, "save"):
         yield f"{flag} writes the weights of a checkpoint, and the job saves none; add --save DIR"
+    elif "://" in str(args.save):
+        yield f"{flag} reads checkpoints in a folder, and --save {args.save} is none; name a folder"
+    elif Path(args.save).resolve() == options.folder.resolve():
+        yield f"{flag} has the folders of --save's checkpoints; give it another folder"
     else:
         yield from (
             f"{flag}: {problem}" for problem in exporting.refusals(args, options.folder, options.interval)
@@ -139,7 +155,12 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
     if format not in (None, "torch_dist"):
         yield f"{flag} reads checkpoints of --ckpt-format torch_dist, not {format}; use that"
     every = argument(args, "save_interval")
-    if options.interval < 0 or (options.interval and every and options.interval % every):
+    if options.interval and not every and hasattr(args, "save_interval"):
+        yield (
+            f"--save-hf-interval {options.interval} writes models of checkpoints, and the job saves only the "
+            "last one; add --save-interval, or omit it"
+        )
+    elif options.interval < 0 or (options.interval and every and options.interval % every):
         yield (
             f"--save-hf-interval {options.interval} is no multiple of --save-interval {every}, and models "
             "are written of checkpoints; use a multiple"

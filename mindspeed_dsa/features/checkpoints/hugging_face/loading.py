@@ -12,17 +12,24 @@ import torch
 from mindspeed_dsa import log as package_log
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
+from mindspeed_dsa.features.checkpoints.hugging_face.config import FILE, arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.contradictions import (
     differing_copies,
     first_contradiction,
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
-from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import Mismatch, wrong_shapes
+from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import (
+    Mismatch,
+    adds_indexers,
+    mismatches,
+    wrong_shapes,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape, listed
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of, state_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import show_without_traceback
 from mindspeed_dsa.runs.files import RunError, amount
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
@@ -104,11 +111,13 @@ def load(
     files = together(lambda: weights_of(folder), _WHO)
     shape = together(lambda: Shape.of(job, files.architecture), _WHO)
     together(lambda: _require_none(filter(None, [first_contradiction(files)]), folder), _WHO)
+    # Also before training, where Megatron's own loop loads: a loop of one's own calls this alone.
+    arguments = together(lambda: arguments_of(files.described, f"{_WHO}: {folder / FILE}"), _WHO)
+    release = versions.of_megatron(megatron.root) or ""
+    together(lambda: _require_none(mismatches(arguments, job, release), folder), _WHO)
     gaps = Mismatch.of(shape, files)
-    # A dense model's files lack all indexers, which are then initialised. If only some are missing, the files
-    # are damaged.
-    dense = not any(".indexer." in name for name in files.names)
-    together(lambda: _require_none(gaps.problems(dense), folder), _WHO)
+    # A dense model's files lack all indexers, which are then initialised.
+    together(lambda: _require_none(gaps.problems(adds_indexers(arguments, job)), folder), _WHO)
     # Copies are large, and all ranks would read the same: 4 x 1.9 GB in DeepSeek-V3.
     together(lambda: _require_none(differing_copies(files, shape) if is_first() else (), folder), _WHO)
     models = [_unwrapped(chunk) for chunk in chunks]

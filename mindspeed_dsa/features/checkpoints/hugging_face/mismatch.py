@@ -251,9 +251,9 @@ def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[
     for name in ("moe_apply_probs_on_input", *interleaved):
         if (value := value_of(args, name)) not in (MISSING, None, False):
             yield _differs(name, value, False if value is True else None, release)
-    balancing = value_of(args, name := "moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
-        yield f"{name} is sinkhorn here and top-k of scores in the files: {mend(name, 'aux_loss', release)}"
+    balancing = str(value_of(args, name := "moe_router_load_balancing_type"))
+    for kind in (kind for kind in ("sinkhorn", "quantile_balancing") if kind in balancing):
+        yield f"{name} is {kind} here and top-k of scores in the files: {mend(name, 'aux_loss', release)}"
     here = value_of(args, "moe_ffn_hidden_size")
     if here is not MISSING:
         here = value_of(args, "ffn_hidden_size") if here is None else here

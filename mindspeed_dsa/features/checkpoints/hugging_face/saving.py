@@ -31,7 +31,17 @@ def export_in_between(original: Callable[..., Any], context: Context[Save]) -> C
         result = original(iteration, *args, **kwargs)
         every = context.options.interval
         if every and iteration % every == 0 and not kwargs.get("non_persistent_ckpt"):
-            export(context.megatron("training").get_args(), iteration, context.options, context.log)
+            job = context.megatron("training").get_args()
+            try:
+                export(job, iteration, context.options, context.log)
+            except RunError as error:
+                # The checkpoint is whole, and training does not depend on the model.
+                context.log.error(
+                    "%s; training goes on: `python -m mindspeed_dsa weights export %s %s` writes this model",
+                    error,
+                    Path(job.save) / name_of(iteration),
+                    context.options.folder / name_of(iteration),
+                )
         return result
 
     return save_checkpoint_and_time

@@ -272,6 +272,11 @@ def notes(
             f"the job's tokenizer has {', '.join(others)}, and the files and ids of the tokenizer that are "
             f"written are those of the model that this one is like: take them from {args.tokenizer_model}"
         )
+    if described.get("tie_word_embeddings") and (rows := _rows_left_out(described["vocab_size"], args)):
+        said.append(
+            f"{rows} rows of the embedding are taken for padding and not written: if the tokenizer has "
+            "tokens there, export the checkpoint without the model that it is like"
+        )
     kinds = described.get("mlp_layer_types")
     if kinds and kinds != sorted(kinds) and "first_k_dense_replace" in described:
         said.append(
@@ -282,6 +287,16 @@ def notes(
     if isinstance(longest, int) and kept is not None and longest > kept:
         said.append(f"config.json keeps max_position_embeddings {kept}, and the job has {longest}")
     return said
+
+
+def _rows_left_out(vocabulary: int, args: Any) -> int:
+    """Return the number of embedding rows beyond those to which Megatron pads a vocabulary by itself."""
+    padded, multiple = value_of(args, "padded_vocab_size"), value_of(args, "make_vocab_size_divisible_by")
+    ranks = value_of(args, "tensor_model_parallel_size")
+    if not all(isinstance(value, int) for value in (padded, multiple, ranks)):
+        return 0
+    step = multiple * ranks
+    return padded - vocabulary if padded > -(-vocabulary // step) * step else 0
 
 
 def _include(described: int | list[int] | None, value: int | list[int] | None) -> bool:

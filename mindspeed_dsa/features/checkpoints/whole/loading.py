@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,20 @@ def forget_choices(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice:
-    """Choose a checkpoint on the first rank for all ranks, or on each rank before process groups exist.
+    """Choose a checkpoint on the first rank for all ranks.
 
     Raises:
         RunError: no checkpoint is complete, or the checkpoint of iteration ``step`` is incomplete. All ranks
             raise it.
     """
+    # With --use-checkpoint-args each rank chooses by itself before process groups exist. It compares sizes
+    # only, and the choice is not kept: a checkpoint that a killed job moved aside is moved back later.
+    if "RANK" in os.environ and not dist.is_initialized():
+        try:
+            return whole_checkpoints.choose(folder, step)
+        except MindSpeedDSAError:
+            show_without_traceback()
+            raise
     choices = context.state(Work).choices
     outcome: list[Choice | Exception | None] = [choices.get((folder, step))]
     together = dist.is_initialized() and dist.get_world_size() > 1

@@ -17,9 +17,9 @@ from typing import Any
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
-from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted, without
+from mindspeed_dsa.features.memory.conditions import any_of, wanted, without
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import argument, builds_by_engine
+from mindspeed_dsa.megatron.configuration import argument, builds_by_engine, check_weight_shards
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.megatron.graphs import refuse_graphs

@@ -10,10 +10,9 @@ from mindspeed_dsa.features.memory.conditions import (
     Row,
     check_arguments,
     check_optimizer,
-    check_weight_shards,
 )
 from mindspeed_dsa.megatron import optimizer, releases
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, check_cached_saves, check_weight_shards
 from mindspeed_dsa.megatron.graphs import OPTIMIZER, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
@@ -38,6 +37,16 @@ _REFUSED: tuple[Row, ...] = (
         "omit --log-params-norm",
     ),
     (
+        "moe_single_grouped_weight",
+        "Transformer Engine keeps reading the memory that such a weight was built in",
+        "omit --moe-single-grouped-weight",
+    ),
+    (
+        "moe_single_grouped_bias",
+        "Transformer Engine keeps reading the memory that such a bias was built in",
+        "omit --moe-single-grouped-bias",
+    ),
+    (
         "rl_offload_optimizer_during_inference",
         "it moves weights to the host without their lower halves",
         "omit --rl-offload-optimizer-during-inference",
@@ -51,6 +60,7 @@ def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_stored(args, _FLAG, "only a bf16 weight is the upper half of its master weight")
     yield from check_weight_shards(args, _FLAG)
+    yield from check_cached_saves(args, _FLAG, "float32 weights")
     if argument(args, "save_params_interval") and argument(args, "overlap_param_gather"):
         yield (
             f"{_FLAG}: --save-params-interval saves weights before --overlap-param-gather has gathered them, "

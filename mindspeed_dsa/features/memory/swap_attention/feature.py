@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
-from mindspeed_dsa.features.memory.conditions import check_has_effect, check_weight_shards, wanted, without
+from mindspeed_dsa.features.memory.conditions import check_has_effect, wanted, without
 from mindspeed_dsa.megatron import batches, releases
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, builds_by_engine, check_weight_shards
 from mindspeed_dsa.megatron.graphs import refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.pipeline_chunks import Split
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
@@ -27,6 +30,7 @@ MODULES = {
 }
 """Dict from names for ``--swap-modules`` to attributes of Megatron's layers."""
 DEFAULT_MODULES = "self_attention"
+_ENGINE_KEEPS = "NVTE_CPU_OFFLOAD_V1"
 DEFAULT_MIN_BYTES = 1 << 20
 MARGIN = 1.1
 """Safety factor on measured or nominal copy times, because processes share the link to the host."""
@@ -134,6 +138,15 @@ def _check_other_movers(args: Any) -> Iterator[str]:
         args, "--swap-attention", "what a graph saves for backward is in its own memory and passes no hook"
     )
     yield from check_weight_shards(args, "--swap-attention")
+    engine = versions.parsed(versions.of_package("transformer_engine"))
+    hides_weights = engine is not None and Version("2.10") <= engine < Version("2.15")
+    fused = argument(args, "gradient_accumulation_fusion") and argument(args, "overlap_grad_reduce")
+    if builds_by_engine(args) and hides_weights and fused and os.environ.get(_ENGINE_KEEPS) != "1":
+        yield (
+            f"--swap-attention: Transformer Engine {engine} forgets which weight a swapped tensor is, and "
+            f"--overlap-grad-reduce waits for its gradient; set {_ENGINE_KEEPS}=1, or add "
+            "--no-gradient-accumulation-fusion"
+        )
     yield from check_stored(args, "--swap-attention", "autograd saves parts of such weights as activations")
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):

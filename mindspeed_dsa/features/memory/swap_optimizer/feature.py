@@ -18,6 +18,7 @@ from mindspeed_dsa.features.memory.conditions import (
     wanted,
 )
 from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.graphs import REST, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import check_stored
 from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
@@ -71,6 +72,7 @@ def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
         args, _FLAG, "it writes weights in parts, and the scale of such a weight needs all of it"
     )
     yield from check_arguments(args, _FLAG, _REFUSED)
+    yield from refuse_graphs(args, _FLAG, "state is loaded early, while gradients are reduced", {REST})
     if options.times is not None and options.times < 1:
         yield f"{_FLAG}-times {options.times}: a step has at least one part; use 1 or more"
     yield from check_has_effect(options.switched_on, _FLAG, swap_optimizer_times=options.times)

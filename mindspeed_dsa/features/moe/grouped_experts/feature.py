@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, check_cached_saves
 from mindspeed_dsa.megatron.graphs import EXPERTS, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.patches.spec import Patch
@@ -76,6 +76,8 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
     yield from check_experts(args, options)
     yield from refuse_graphs(args, _FLAG, "the dispatcher's counts of rows are copied to the host", {EXPERTS})
     yield from _check_optimizer_format(args)
+    if options.layout == "kn":
+        yield from check_cached_saves(args, f"{_FLAG} in the layout kn", "matrices of experts")
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):
             flag = "--" + name.replace("_", "-")

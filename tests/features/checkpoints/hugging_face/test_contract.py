@@ -239,6 +239,15 @@ def test_unknown_keys_are_kept_and_contradicted_ones_named() -> None:
     )
 
 
+def test_rows_of_a_tied_embedding_beyond_its_padding_are_named() -> None:
+    like = config("deepseek_v32") | {"tie_word_embeddings": True}
+    sizes = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+    for padded, rows in ((1024, None), (1152, 152)):
+        trained = job(arguments("deepseek_v32"), "0.16.1", padded_vocab_size=padded, **sizes)
+        said = notes({**like, "vocab_size": 1000}, like, trained)
+        assert (f"{rows} rows of the embedding are taken for padding" in " ".join(said)) == (rows is not None)
+
+
 def test_a_tokenizer_and_layers_that_readers_may_take_for_others_are_named() -> None:
     like = config("deepseek_v32") | {"eos_token_id": [3, 4], "bos_token_id": 0}
     trained = job(arguments("deepseek_v32"), "0.16.1", tokenizer_model="/chat")
@@ -272,6 +281,7 @@ WORDS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None
             {"tokenizer_config": WORDS | {"added_tokens_decoder": {"5": {"content": "<s>"}, "x": 1}}},
             (5, None, None),
         ),
+        ({"tokenizer_config": WORDS, "added_tokens": {"<s>": 6}}, (6, None, None)),
         ({"tokenizer_config": WORDS}, (None, None, None)),
         ({"tokenizer_config": "[", "tokenizer": "[]"}, (None, None, None)),
         ({"config": {"eos_token_id": "two", "bos_token_id": True}}, (None, None, None)),

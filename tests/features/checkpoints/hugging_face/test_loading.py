@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_dsa import log, session, weights
-from mindspeed_dsa.features.checkpoints.hugging_face import loading, mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face import contradictions, loading, mismatch
 from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import check_load
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
@@ -32,16 +33,39 @@ JOB = SimpleNamespace(
     q_lora_rank=8,
     moe_shared_expert_intermediate_size=16,
     experimental_attention_variant="dsa",
+    dsa_indexer_rope_first=True,
+    dsa_indexer_normalised_query=True,
 )
-KIND = {"model_type": "deepseek_v32"}
+KIND = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 8,
+    "index_topk": 4,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), 2),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "index_n_heads", "index_head_dim"), 2),
+}
 SHAPE = Shape.of(JOB, BY_TYPE["deepseek_v32"])
+
+
+def size_of(name: str) -> list[int]:
+    """Return the size of a weight that ``KIND`` states, with 1 where it states none."""
+    kind = contradictions._EXPERT.sub("{expert}", contradictions._LAYER.sub("", name))
+    keys = BY_TYPE["deepseek_v32"].shapes.get(kind, ())
+    return [contradictions._size(KIND, key) or 1 for key in keys] or [1]
 
 
 def write(folder: Path, *without: str) -> None:
     """Write a model's files without the tensors whose names contain one of these parts."""
     names = [name for place in SHAPE.places() for name in SHAPE.names(place)]
     kept = [name for name in names if not any(part in name for part in without)]
-    save_file({name: torch.zeros(1) for name in kept}, folder / "model.safetensors")
+    save_file({name: torch.zeros(size_of(name)) for name in kept}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(KIND))
 
 
@@ -70,20 +94,21 @@ def with_a_layer_more(folder: Path, config: dict[str, int]) -> None:
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
     # Only the config can say that the layer after the last one is for multi-token prediction.
-    for config in ({}, {"num_hidden_layers": 4}, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}):
+    for config, said in (
+        ({}, "the files have layers 3, .* num_hidden_layers in config.json would be 4"),
+        ({"num_hidden_layers": 4}, "num_layers is 3 here and 4 in the files"),
+    ):
         with_a_layer_more(tmp_path, config)
-        with pytest.raises(RunError, match=r"the files have layers 3, .* num_\w+ in config.json would be \d"):
+        with pytest.raises(RunError, match=said):
             loading.load([], tmp_path, JOB, log.get())
-    with_a_layer_more(tmp_path, {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
+    with_a_layer_more(tmp_path, {"num_nextn_predict_layers": 1})
     weights.load([], tmp_path, JOB)  # uses the package's logger
 
 
 def test_files_that_contradict_their_config_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(KIND | {"hidden_size": 4, "kv_lora_rank": 3}))
-    with pytest.raises(
-        RunError, match=r"weight is \[1\], and in config.json (hidden_size is 4|kv_lora_rank is 3) "
-    ):
+    with pytest.raises(RunError, match=r"and in config.json (hidden_size is 4|kv_lora_rank is 3) "):
         loading.load([], tmp_path, JOB, log.get())
 
 
@@ -91,14 +116,13 @@ def test_files_that_contradict_their_config_are_refused(tmp_path: Path) -> None:
 def test_a_copy_in_a_prediction_layer_must_be_the_models(tmp_path: Path, copy: str) -> None:
     job = SimpleNamespace(**vars(JOB), mtp_num_layers=1)
     shape = Shape.of(job, BY_TYPE["deepseek_v32"])
-    tensors = {name: torch.zeros(2, 1) for place in shape.places() for name in shape.names(place)}
-    tensors |= {name: torch.zeros(2, 1) for name, _ in shape.repeated()}
-    (tmp_path / "config.json").write_text(
-        json.dumps(KIND | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
-    )
+    names = [name for place in shape.places() for name in shape.names(place)]
+    tensors = {name: torch.zeros(size_of(name)) for name in names}
+    tensors |= {copy: tensors[original].clone() for copy, original in shape.repeated()}
+    (tmp_path / "config.json").write_text(json.dumps(KIND | {"num_nextn_predict_layers": 1}))
     save_file(tensors, tmp_path / "model.safetensors")
     loading.load([], tmp_path, job, log.get())
-    tensors[f"model.layers.3.{copy}.weight"] = torch.tensor([[0.0], [1.0]])
+    tensors[f"model.layers.3.{copy}.weight"][1] = 1.0
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match=rf"model.layers.3.{copy}.weight differs from (model.embed_|lm_head)"):
         loading.load([], tmp_path, job, log.get())
@@ -111,13 +135,31 @@ def test_indexers_of_layers_that_share_are_left_out_with_a_note(
     write(tmp_path)
     loading.load([], tmp_path, JOB, log.get())
     assert "share a selection" not in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(KIND | {"index_topk_pattern": "FSF"}))
     loading.load([], tmp_path, SimpleNamespace(**vars(JOB), dsa_indexer_topk_pattern="CSC"), log.get())
     assert "the files have indexers in layers 2, which share a selection" in capsys.readouterr().err
 
 
-def test_a_dense_models_files_have_no_indexers(tmp_path: Path) -> None:
+def test_only_a_dense_models_files_may_lack_all_indexers(tmp_path: Path) -> None:
     write(tmp_path, ".indexer.")
+    with pytest.raises(RunError, match="the files lack the indexers of layers 1"):
+        loading.load([], tmp_path, JOB, log.get())
+    dense = {key: value for key, value in KIND.items() if not key.startswith("index_")}
+    (tmp_path / "config.json").write_text(json.dumps(dense | {"model_type": "deepseek_v3"}))
     loading.load([], tmp_path, JOB, log.get())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rotary_base": 5e5}, "rotary_base is 500000 here and 10000"),
+        ({"moe_router_topk": 1}, "moe_router_topk is 1"),
+    ],
+)
+def test_a_loop_of_ones_own_loads_no_other_model(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    write(tmp_path)
+    with pytest.raises(RunError, match=said):
+        weights.load([], tmp_path, SimpleNamespace(**vars(JOB), **changed))
 
 
 @pytest.mark.parametrize("built", [True, False])

@@ -41,6 +41,7 @@ UNLIKE_ANY = [
     ({"moe_apply_probs_on_input": True}, "omit --moe-apply-probs-on-input"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "give --moe-router-load-balancing-type aux_loss"),
     ({"moe_router_load_balancing_type": ["sinkhorn"]}, "give --moe-router-load-balancing-type aux_loss"),
+    ({"moe_router_load_balancing_type": "quantile_balancing"}, "is quantile_balancing here and top-k of"),
     ({"softmax_type": "off-by-one"}, "give --softmax-type vanilla"),
     ({"softmax_type": "learnable"}, "give --softmax-type vanilla"),
     ({"use_mup": True}, "omit --use-mup"),
