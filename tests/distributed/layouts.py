@@ -159,7 +159,6 @@ ATTENTION = (
         PACK,
         model=PACKS_PER_TOKEN,
         reference=Layout("packed, FP8 selections", 1, PACK, PACKS_PER_TOKEN, switches={**PACKED, **IN_FP8}),
-        steps=10,
         cp=2,
         blocks=16,
         pack_documents=True,
