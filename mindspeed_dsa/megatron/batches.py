@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from mindspeed_dsa.patches import versions
 
 GLOBAL, SCHEDULE, RAMP = "--global-batch-size", "--step-batch-size-schedule", "--rampup-batch-size"
 EVAL_GLOBAL, EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
+MASKING = "dataloader_inter_document_masking"
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -135,6 +136,12 @@ def delivers_conversations(args: Any) -> bool:
     """Return whether Megatron-LM's script passes the ends of the conversations of ``--sft`` to the model."""
     release = versions.of_job(args) or "0.16"
     return bool(argument(args, "sft")) and Version(release) >= Version("0.16")
+
+
+def packs_of_megatron(args: Any) -> Sequence[str]:
+    """Return the flags with which Megatron-LM's script delivers packed documents of its own."""
+    flags = (("sft", "--sft"), (MASKING, "--dataloader-inter-document-masking"))
+    return tuple(flag for name, flag in flags if argument(args, name))
 
 
 def check_conversations(args: Any, flag: str) -> Iterator[str]:

@@ -116,7 +116,7 @@ USED = {
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
-    *("--sft-tokenizer-prompt-format", "--eval-micro-batch-size"),
+    *("--sft-tokenizer-prompt-format", "--eval-micro-batch-size", "--hybrid-layer-pattern"),
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices

@@ -1,4 +1,4 @@
-"""Jobs in which a flag would do nothing, or would end them late, are refused before training, by name."""
+"""Jobs in which a flag does nothing, changes numbers or ends them late are refused before training."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ SAVED = {
     "save_hf_fp8_blocks": False,
 }
 PLACED = {**MOE, "moe_expert_placement": "auto"}
+
+LOCAL_MLA = {"multi_latent_attention": True, "transformer_impl": "local"}
+MASKED = {"context_parallel_size": 2, "dataloader_inter_document_masking": True}
+SERVED = {**DSA, "use_fused_dsa": True, "dsa_indexer_loss_layers": "served", "release": "0.19.0"}
+BLOCKS = {**DSA, "context_parallel_size": 2, "cp_block_rows": 8, "use_fused_dsa": True}
+
+CACHED = {"async_save": True, "ckpt_assume_constant_structure": True}
+SHARED = {"reuse_fp32_param": True, "bf16": True}
+GROUPED = {**MOE, "moe_grouped_gemm": True, "transformer_impl": "local", "optimizer": "adam"}
+SWAPPED = {
+    "swap_attention": True,
+    "gradient_accumulation_fusion": True,
+    "overlap_grad_reduce": True,
+    "transformer_engine": "2.12.0",
+    **ENGINE,
+}
 
 DOES_NOTHING = [
     ("compile-regions", {"multi_latent_attention": False}, "compiles latent attention, which this model"),
@@ -96,6 +112,35 @@ ENDS_LATE = [
         {"schedules_method": "dualpipev", "moe_paged_stash": True},
         "is reset by Megatron's own schedules alone",
     ),
+    ("dense-context-parallel", {**LOCAL_MLA, "reset_attention_mask": True}, "--reset-attention-mask: latent"),
+    ("dense-context-parallel", {**LOCAL_MLA, "attention_dropout": 0.1}, "use --attention-dropout 0"),
+    ("pad-sequences", MASKED, "--dataloader-inter-document-masking: its batches describe their documents"),
+    ("cp-block-rows", {**BLOCKS, "sft": True}, "omit it or --sft"),
+    (
+        "dsa-kernel-backend",
+        {**SERVED, "context_parallel_size": 2, "sft": True},
+        "itself attends to the packs of --sft",
+    ),
+    (
+        "swap-optimizer",
+        {"swap_optimizer": True, "use_distributed_optimizer": True, "cuda_graph_impl": "full_iteration"},
+        "state is loaded early, while gradients are reduced",
+    ),
+    ("swap-attention", SWAPPED, "forgets which weight a swapped tensor is"),
+]
+WRONG_NUMBERS = [
+    ("reuse-fp32-param", {**SHARED, **CACHED}, "float32 weights lie elsewhere in each save"),
+    ("reuse-fp32-param", {**SHARED, "moe_single_grouped_weight": True}, "keeps reading the memory"),
+    ("moe-grouped-gemm", {**GROUPED, **CACHED, "gemm_weight_layout": "kn"}, "matrices of experts lie"),
+    ("cp-block-rows", {**BLOCKS, "hybrid_layer_pattern": "MDMD"}, "layers of --hybrid-layer-pattern expect"),
+    ("dsa-context-parallel", {**SERVED, **MASKED}, "attends as if each document lay in two chunks"),
+    (
+        "dense-context-parallel",
+        {**LOCAL_MLA, **MASKED, "num_attention_heads": 4},
+        "expects two chunks of each document",
+    ),
+    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD"}, "add that"),
+    ("fused-dsa", {**SERVED, "hybrid_layer_pattern": "MDMD"}, "weighs losses by layers of GPT models"),
 ]
 
 
@@ -125,15 +170,28 @@ NEIGHBOURS = [
             "moe_router_force_biased": None,
         },
     ),
+    ("dense-context-parallel", {**LOCAL_MLA, "dataloader_inter_document_masking": True}),
+    ("dense-context-parallel", {"attention_dropout": 0.1, **ENGINE}),
+    ("cp-block-rows", BLOCKS),
+    ("dsa-context-parallel", {**DSA, "context_parallel_size": 2, "use_fused_dsa": True, "sft": True}),
+    ("dsa-kernel-backend", {**SERVED, "sft": True}),
+    ("dsa-repairs", {"hybrid_layer_pattern": "M*M*"}),
+    ("reuse-fp32-param", {**SHARED, **CACHED, "async_ckpt_use_cpu_shm": True}),
+    ("reuse-fp32-param", {**SHARED, "async_save": True}),
+    ("moe-grouped-gemm", {**GROUPED, **CACHED, "gemm_weight_layout": "nk"}),
+    ("swap-attention", {**SWAPPED, "transformer_engine": "2.15.0"}),
+    ("swap-attention", {**SWAPPED, "overlap_grad_reduce": False}),
+    ("dsa-repairs", {**DSA, "hybrid_layer_pattern": "MDMD"}),
 ]
 """Jobs beside them that train."""
 
 
 def problems(name: str, given: dict[str, Any]) -> list[str]:
     settings = {"megatron_root": "megatron", "dsa_kernel_backend": None, "num_experts": None, **given}
-    find = importlib.util.find_spec
+    find, release = importlib.util.find_spec, versions.of_package
     with (
-        mock.patch.object(versions, "of_job", return_value="0.16.1"),
+        mock.patch.object(versions, "of_package", lambda name: given.get(name) or release(name)),
+        mock.patch.object(versions, "of_job", return_value=given.get("release", "0.16.1")),
         mock.patch.object(
             configuration, "find_spec", lambda module: module == "transformer_engine" or find(module)
         ),
@@ -141,7 +199,7 @@ def problems(name: str, given: dict[str, Any]) -> list[str]:
         return FEATURES[name].problems(SimpleNamespace(**settings))
 
 
-@pytest.mark.parametrize(("name", "given", "words"), [*DOES_NOTHING, *ENDS_LATE])
+@pytest.mark.parametrize(("name", "given", "words"), [*DOES_NOTHING, *ENDS_LATE, *WRONG_NUMBERS])
 def test_the_job_is_refused(name: str, given: dict[str, Any], words: str) -> None:
     said = problems(name, given)
     assert [problem for problem in said if words in problem], said

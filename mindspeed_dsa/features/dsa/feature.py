@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag
 from mindspeed_dsa.megatron import batches
+from mindspeed_dsa.megatron.configuration import hybrid_flag
 from mindspeed_dsa.megatron.dsa import (
     DSA,
     LOSS_LAYERS,
@@ -71,11 +72,9 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
 
 def refuse_packs_in_graphs(args: Any) -> Iterator[str]:
     """Yield a problem if Megatron delivers packed documents to attention that runs as a CUDA graph."""
-    for name in ("sft", "dataloader_inter_document_masking"):
-        if getattr(args, name, False):
-            flag = f"--{name.replace('_', '-')} with fused DSA"
-            why = "the host reads at which token each document of a pack begins"
-            yield from refuse_graphs(args, flag, why, {ATTENTION})
+    why = "the host reads at which token each document of a pack begins"
+    for flag in batches.packs_of_megatron(args):
+        yield from refuse_graphs(args, f"{flag} with fused DSA", why, {ATTENTION})
 
 
 def _platform_problems(backend: str) -> list[str]:
@@ -128,6 +127,8 @@ def _loss_layers_problems(options: Options, args: Any) -> list[str]:
         problems.append(f"{wanted}: --dsa-stage {options.stage} trains no indexer; omit one of them")
     elif not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
         problems.append(f"{wanted}: no layer has an indexer loss; set --dsa-indexer-loss-coeff above 0")
+    if flag := hybrid_flag(args):
+        problems.append(f"{wanted} weighs losses by layers of GPT models, and {flag} makes another; omit one")
     if not options.all_ours:
         problems.append(
             f"{wanted} needs our indexer, attention and indexer loss; add --use-fused-dsa, without "

@@ -21,6 +21,7 @@ from mindspeed_dsa.context_parallel.algorithms import (
 )
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron import without_engine
+from mindspeed_dsa.megatron.batches import MASKING
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA, megatron_flag, uses_dsa
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
@@ -30,6 +31,7 @@ _IMPL = "mindspeed_dsa.features.attention.context_parallel"
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 DEFAULT = "p2p"
 """Megatron's default algorithm."""
+_OURS = "attention on context parallel ranks without Transformer Engine"
 NO_DEAL = (
     "under context parallelism Megatron rotates the rows of grouped heads where Transformer Engine cuts "
     "documents, and --pack-documents deals them out by work; omit --pack-documents, or use latent attention"
@@ -110,7 +112,11 @@ def wanted(settings: Any) -> bool:
 
 def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
     """Yield a problem per argument that our dense attention does not support; skip those ``args`` lacks."""
-    if options.ranks == 1 or argument(args, "experimental_attention_variant") == "dsa":
+    if argument(args, "experimental_attention_variant") == "dsa":
+        return
+    if options.ranks == 1:
+        if argument(args, "multi_latent_attention") and argument(args, "transformer_impl") == "local":
+            yield from _check_attention(args, "latent attention without Transformer Engine")
         return
     names = options.all_of(DEFAULT)
     strategies = sorted(name for name in names if registered(name))
@@ -133,7 +139,17 @@ def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
         {ATTENTION},
     )
     yield from _check_heads(args, options, names)
-    yield from _check_attention(args)
+    yield from _check_attention(args, _OURS)
+    if argument(args, "sft") or argument(args, "hybrid_context_parallel"):
+        yield (
+            "--sft and --hybrid-context-parallel cut documents with Transformer Engine, and this is "
+            f"{_OURS}; omit them, or use --pack-documents"
+        )
+    if argument(args, MASKING):
+        yield (
+            "--dataloader-inter-document-masking: Megatron deals out whole sequences with it, and "
+            f"{_OURS} expects two chunks of each document; use --pack-documents in place of it"
+        )
 
 
 def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
@@ -176,8 +192,7 @@ def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool
     return local_kv_heads % degree == 0 or degree % local_kv_heads == 0
 
 
-def _check_attention(args: Any) -> Iterator[str]:
-    ours = "attention on context parallel ranks without Transformer Engine"
+def _check_attention(args: Any, ours: str) -> Iterator[str]:
     if argument(args, "attention_dropout"):
         yield f"--attention-dropout: {ours} drops nothing; use --attention-dropout 0"
     if argument(args, "reset_attention_mask"):
@@ -186,11 +201,6 @@ def _check_attention(args: Any) -> Iterator[str]:
         yield f"--window-size: {ours} sees every earlier key; omit it"
     if argument(args, "softmax_type") not in (None, "vanilla"):
         yield f"--softmax-type: {ours} has the vanilla softmax; omit it"
-    if argument(args, "sft") or argument(args, "hybrid_context_parallel"):
-        yield (
-            f"--sft and --hybrid-context-parallel cut documents with Transformer Engine, and this is {ours}; "
-            "omit them, or use --pack-documents"
-        )
 
 
 def without_mask(args: Any) -> Sequence[str]:

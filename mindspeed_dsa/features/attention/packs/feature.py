@@ -172,8 +172,7 @@ def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
     problem = (
         f"under context parallelism the attention of Megatron-core {release} itself expects two chunks of "
         "each document on each rank, and --pack-documents deals out rows by work; with DSA add "
-        "--use-fused-dsa and omit --no-use-fused-..., or omit --pack-documents and use "
-        "--dataloader-inter-document-masking"
+        "--use-fused-dsa and omit --no-use-fused-..., or omit --pack-documents"
     )
     return [problem]
 

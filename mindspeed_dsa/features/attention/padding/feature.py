@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.batches import packs_of_megatron
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.dsa import megatron_flag, uses_dsa
@@ -84,8 +85,8 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
             "--iterations-to-skip: Megatron reads the batch of a skipped step outside of its schedule, where "
             f"it is not padded; omit it, or {INSTEAD}"
         )
-    if argument(args, "sft"):
-        yield f"--sft: its batches describe their documents, and no padding; omit it, or {INSTEAD}"
+    for flag in packs_of_megatron(args):
+        yield f"{flag}: its batches describe their documents, and no padding; omit it, or {INSTEAD}"
     yield from refuse_graphs(
         args,
         "a --seq-length that ranks do not divide",

@@ -10,7 +10,8 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.batches import MASKING, packs_of_megatron
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import DSA, MLA, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
@@ -84,6 +85,12 @@ def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
         args, "--context-parallel-size with DSA", "the host waits for the gather of keys", {ATTENTION}
     )
     release = versions.of_job(args)
+    if argument(args, MASKING):
+        yield (
+            "--dataloader-inter-document-masking: under context parallelism Megatron deals out whole "
+            "sequences, and attends as if each document lay in two chunks on each rank; use "
+            "--context-parallel-size 1, or --pack-documents in place of it"
+        )
     if release is None or release not in _OWN_CODE:
         return
     fused = Fused.of(args)
@@ -182,6 +189,10 @@ def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
             "--cp-block-rows balances sparse attention, and the model has none; omit it or add "
             "--experimental-attention-variant dsa"
         )
+    if flag := hybrid_flag(args):
+        yield f"--cp-block-rows: layers of {flag} expect two chunks of tokens on each rank; omit one of them"
+    for flag in packs_of_megatron(args):
+        yield f"--cp-block-rows deals out whole sequences or packs of --pack-documents; omit it or {flag}"
     release = versions.of_job(args)
     own_rows = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     if own_rows and not shares_keys(args, Fused.of(args)):

@@ -64,6 +64,11 @@ class Options:
         return cls(left_out=frozenset(left_out), groups_experts="moe-grouped-gemm" in features_on)
 
 
+def has_dsa_layers(settings: Any) -> bool:
+    """Return whether the model has DSA layers, also in a hybrid pattern."""
+    return uses_dsa(settings) or "D" in (argument(settings, "hybrid_layer_pattern") or "")
+
+
 def rows(settings: Any) -> tuple[Patch, ...]:
     """Return the patches of all repairs except those in ``--no-dsa-repairs``."""
     left_out = Options.of(settings).left_out
@@ -83,7 +88,7 @@ def without_transformer_engine(args: Any) -> Sequence[str]:
 
 def without_sizes(args: Any) -> Sequence[str]:
     """Report sizes that are None, and options that DSA does not support; skip those that ``args`` lacks."""
-    if argument(args, "experimental_attention_variant") != "dsa":
+    if not uses_dsa(args):
         return ()
     problems = [
         f"DSA needs --{name.replace('_', '-')}; DeepSeek-V3.2 has {usual}"
@@ -140,6 +145,12 @@ def cannot_rotate(args: Any) -> Sequence[str]:
 
 def check_repairs(args: Any, options: Options) -> Iterator[str]:
     """Yield problems with a job's arguments under the active repairs."""
+    # Megatron sets the variant of such a model itself, but after features are chosen.
+    if has_dsa_layers(args) and not uses_dsa(args):
+        yield (
+            "--hybrid-layer-pattern has DSA layers (D), and they are repaired only with "
+            "--experimental-attention-variant dsa; add that"
+        )
     checks = {
         LOCAL_PROVIDER: without_transformer_engine,
         SPEC_DISPATCH: without_sizes,
@@ -158,10 +169,11 @@ FEATURE = Feature(
         EXPERIMENTAL_ATTENTION_VARIANT,
         megatron_flag("--transformer-impl"),
         megatron_flag("--dsa-indexer-head-dim", int),
+        megatron_flag("--hybrid-layer-pattern"),
     ),
     patches=tuple(patch for repair in REPAIRS for patch in repair.patches),
     rows=rows,
-    active=uses_dsa,
+    active=has_dsa_layers,
     options=Options.of,
     rewrite=keep_rope_unfused,
     check=check_repairs,

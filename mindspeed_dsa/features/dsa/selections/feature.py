@@ -15,6 +15,7 @@ from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feat
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
 from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron.batches import packs_of_megatron
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag, loaded_step
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
@@ -325,10 +326,10 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
 def _check_packs_of_megatron(args: Any, flags: str) -> Iterator[str]:
     """Yield a problem if Megatron's own attention runs packs under context parallelism, from 0.19 on."""
     release = versions.of_job(args) or "0"
-    packs = [name for name in ("sft", "dataloader_inter_document_masking") if argument(args, name)]
+    packs = packs_of_megatron(args)
     if packs and (argument(args, "context_parallel_size") or 1) > 1 and Version(release) >= Version("0.19"):
         yield (
-            f"{flags}: Megatron-core {release} attends itself to packs of --{packs[0].replace('_', '-')} "
+            f"{flags}: Megatron-core {release} attends itself to packs of {packs[0]} "
             "under context parallelism; use --context-parallel-size 1, or --pack-documents in place of it"
         )
 
