@@ -23,8 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def is_torch_adam(optimizer: Any) -> bool:
     """Return whether the optimizer is torch's Adam or AdamW."""
-    # Before torch 2.7 neither class is a subclass of the other.
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    return isinstance(optimizer, torch.optim.Adam)  # AdamW's base as well
 
 
 class Moments:

@@ -87,7 +87,6 @@ class PatchError(MindSpeedDSAError, RuntimeError):
     """Failure to apply one or more patches; the message lists all of them."""
 
     def __init__(self, problems: list[str] | str, headline: str = "patches cannot be applied") -> None:
-        self.headline = headline
         if isinstance(problems, str):  # Megatron raises the error again, with the finished text
             self.problems = [problems]
             super().__init__(problems)

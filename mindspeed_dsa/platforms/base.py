@@ -47,9 +47,6 @@ class Stream(Protocol):
     def wait_event(self, event: Any) -> None:
         """Make later work on this stream wait for ``event``."""
 
-    def record_event(self, event: Any = None) -> Any:
-        """Record ``event`` (default: a new one) on this stream and return it."""
-
     def synchronize(self) -> None:
         """Block the host until the queue is empty."""
 

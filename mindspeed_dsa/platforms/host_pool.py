@@ -116,8 +116,6 @@ class HostFigures:
     """Bytes of buffers that are taken and not given back."""
     held: int
     """Bytes of all buffers, including those kept for reuse."""
-    peak: int
-    """Largest number of bytes held so far."""
 
 
 class HostBuffer:
@@ -130,10 +128,6 @@ class HostBuffer:
     def __init__(self, pool: HostPool, whole: torch.Tensor, nbytes: int) -> None:
         self._pool, self._whole = pool, whole
         self.tensor = whole[:nbytes]
-
-    def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a view of the buffer's bytes with this dtype and shape."""
-        return self.tensor.view(dtype).view(shape)
 
     def give_back(self, after: Event | None = None) -> None:
         """Return the buffer to the pool.
@@ -154,7 +148,7 @@ class HostPool:
         self._kept: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._pending: list[tuple[torch.Tensor, Event]] = []
         self._addresses: set[int] = set()
-        self._in_use = self._held = self._peak = 0
+        self._in_use = self._held = 0
 
     def take(self, nbytes: int, exact: bool = False, remedy: str = "use less of it") -> HostBuffer:
         """Return a buffer of at least ``nbytes`` bytes with arbitrary content.
@@ -184,7 +178,6 @@ class HostPool:
                 whole = _platform().empty_pinned((size,), torch.uint8)
                 self._addresses.add(whole.untyped_storage().data_ptr())
                 self._held += _pinned(whole)
-                self._peak = max(self._peak, self._held)
             self._in_use += _pinned(whole)
         return HostBuffer(self, whole, nbytes)
 
@@ -212,7 +205,7 @@ class HostPool:
         """Return the current byte counts."""
         with self._lock:
             self._collect()
-            return HostFigures(self._in_use, self._held, self._peak)
+            return HostFigures(self._in_use, self._held)
 
     def release_kept(self) -> None:
         """Free the buffers that the pool keeps for reuse."""

@@ -28,7 +28,7 @@ e4m3 numbers are multiples of 2^-9 below 2^9. Their products are multiples of 2^
 # Smallest normal number of e4m3, and steps per power of two, because significands have four bits. Smaller
 # numbers have constant spacing.
 _SMALLEST_NORMAL, _STEPS = 2.0**-6, 8
-_EXPONENT, _FRACTION, _FRACTION_BITS = 0x7F800000, 0x007FFFFF, 23
+_EXPONENT, _FRACTION = 0x7F800000, 0x007FFFFF
 # Maximum number of fp64 products held at once.
 _PRODUCTS = 1 << 22
 # Half a relative step of fp32, and a safety factor because the error bound itself is rounded.

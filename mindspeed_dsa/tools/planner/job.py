@@ -339,12 +339,10 @@ class Features:
         waiting: number of deferred weight gradients per rank; None means that pipeline rank r defers r.
         chunked_loss: pass that computes the output projection's gradient: ``auto``, ``forward`` or
             ``backward``; empty without chunked loss.
-        ahead: ``in bubbles`` or ``in advance`` for ``--recompute-in-...``, else empty.
         served_losses: whether layers that share a selection have an indexer loss.
         divided_vocabulary: whether context parallel ranks divide the weights of embedding and output layer.
     """
 
-    fused: bool = False
     absorb: bool = False
     by_length: bool = False
     indexer: bool = False
@@ -373,11 +371,9 @@ class Features:
     batch_overlap: bool = False
     coc: bool = False
     sp_tp_sp: bool = False
-    balanced: bool = False
     keep_gathered: bool = False
     warmup_stage: bool = False
     chunked_loss: str = ""
-    ahead: str = ""
     served_losses: bool = False
     divided_vocabulary: bool = False
 

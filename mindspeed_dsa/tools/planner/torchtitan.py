@@ -281,7 +281,6 @@ def _training(
     fused = "dsa" in converters
     name = "npu_swap_optimizer" if settings["optimizer.npu_swap_optimizer"] else "swap_optimizer"
     features = Features(
-        fused=fused,
         absorb=fused,
         by_length=True,
         indexer=fused,

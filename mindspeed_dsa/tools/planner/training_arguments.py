@@ -101,7 +101,6 @@ def features_of(options: argparse.Namespace) -> Features:
     loss = options.fused_linear_cross_entropy_gradient if options.fused_linear_cross_entropy else ""
     least = options.swap_attention_min_bytes
     return Features(
-        fused=fused,
         absorb=part(options.use_dsa_absorb),
         by_length=options.use_dsa_absorb is not True,
         indexer=part(options.use_fused_lightning_indexer),
@@ -131,13 +130,7 @@ def features_of(options: argparse.Namespace) -> Features:
         batch_overlap=options.moe_batch_overlap,
         coc=options.use_ascend_coc or options.use_ascend_mc2,
         sp_tp_sp=options.mla_sp_tp_sp,
-        balanced=options.balanced_moe_experts,
         keep_gathered=options.cp_keep_gathered,
         warmup_stage=options.dsa_stage == "warmup",
         chunked_loss=loss,
-        ahead="in bubbles"
-        if options.recompute_in_bubble
-        else "in advance"
-        if options.recompute_in_advance
-        else "",
     )

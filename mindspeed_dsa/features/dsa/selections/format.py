@@ -155,8 +155,8 @@ class Writer:
         keys: npt.NDArray[Any],
         mass: npt.NDArray[Any] | None = None,
         tokens: npt.NDArray[Any] | None = None,
-    ) -> int:
-        """Append one record, and return its size in bytes.
+    ) -> None:
+        """Append one record.
 
         Args:
             key: key of the record.
@@ -176,9 +176,9 @@ class Writer:
         flat = np.array(runs, "<u4").tobytes()
         words = b"" if tokens is None else (tokens & _TOKEN).astype("<u2").tobytes()
         begin = _RECORD.pack(*key, len(runs), len(blob), tokens is not None)
-        return self._write(_framed(begin + flat + blob + words + shares))
+        self._write(_framed(begin + flat + blob + words + shares))
 
-    def _write(self, data: bytes) -> int:
+    def _write(self, data: bytes) -> None:
         before, view = self._file.tell(), memoryview(data)
         try:
             while view:
@@ -186,7 +186,6 @@ class Writer:
         except OSError:
             self._file.truncate(before)
             raise
-        return len(data)
 
     def close(self) -> None:
         """Close the file."""

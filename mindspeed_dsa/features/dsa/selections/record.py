@@ -89,7 +89,6 @@ class Recorder:
     Attributes:
         failed: message of the error that stopped the recording; empty while it works.
         records: number of records written.
-        nbytes: bytes of the records written.
     """
 
     def __init__(self, options: Options, header: Header, rank: int, log: Log) -> None:
@@ -101,7 +100,7 @@ class Recorder:
         self._bytes, self._ends, self._busy = 0, False, False
         self._thread: Thread | None = None
         self._writer: Writer | None = None
-        self.failed, self.records, self.nbytes = "", 0, 0
+        self.failed, self.records = "", 0
 
     def begin(self, ranks: int, step: int) -> None:
         """Truncate an earlier job's records in the folder, from this job's first step on.
@@ -228,7 +227,7 @@ class Recorder:
                 mass = np.take_along_axis(piece.mass[sequence].numpy()[local_rows], order, axis=1)
             tokens = None if piece.tokens is None else piece.tokens[sequence].numpy()[local_rows]
             place = piece.key._replace(sequence=piece.key.sequence + sequence)
-            self.nbytes += self._writer.append(place, runs, keys, mass, tokens)
+            self._writer.append(place, runs, keys, mass, tokens)
             self.records += 1
 
     def _rows(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from torch import Tensor
 from mindspeed_dsa.features.dsa.selections.feature import REFUSE, REPLAY, SELECT
 from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording, Run, Writer, free_rank
 from mindspeed_dsa.features.dsa.selections.rows import Ints, Longs, WrongRows, ascending
-from mindspeed_dsa.megatron.selection_source import Chosen, LayerRows, Microbatch, SelectionSource, current
+from mindspeed_dsa.megatron.selection_source import Chosen, LayerRows, SelectionSource, current
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError
 
@@ -291,28 +290,9 @@ def _waiting() -> HandedOver:
     if microbatch is None or not isinstance(microbatch.source, HandedOver):
         raise SelectionError(
             f"selections were handed over outside of a microbatch's forward, or without {REPLAY} batch; call "
-            "it in the function that Megatron's schedule calls for each microbatch, or run the model below "
-            "`replaying`"
+            "it in the function that Megatron's schedule calls for each microbatch"
         )
     return microbatch.source
-
-
-@contextmanager
-def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> Iterator[None]:
-    """Context that sets the selections for models called inside, for jobs without Megatron's schedules.
-
-    Args:
-        header: header of the model, from :func:`.feature.header_of`.
-        topk_indices: selected keys; see :func:`hand_over`.
-        missing: action for query tokens without keys, ``refuse`` or ``select``.
-    """
-    selections, source = current(), HandedOver(header, missing)
-    source.give(topk_indices)
-    before, selections.microbatch = selections.microbatch, Microbatch(source)
-    try:
-        yield
-    finally:
-        selections.microbatch = before
 
 
 def hand_over_requests(requests: Sequence[Ints | Tensor], lengths: Sequence[int], cu_seqlens: Tensor) -> None:

@@ -31,8 +31,6 @@ from mindspeed_dsa.platforms.base import Event
 
 _Function = Callable[..., Any]
 _WAITING = "_mindspeed_dsa_swapped"
-# Name since torch 2.5, and name before.
-_OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 
 
@@ -137,7 +135,7 @@ class SwappedState(StateWithMoments):
         If device memory is insufficient, for example because of live activations, a later call tries again.
         """
         if platforms.current().asynchronous:
-            with contextlib.suppress(_OUT_OF_MEMORY):
+            with contextlib.suppress(torch.OutOfMemoryError):
                 self.pipeline.prefetch()
 
     def before_grads(self) -> None:

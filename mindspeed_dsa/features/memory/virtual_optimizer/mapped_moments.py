@@ -167,17 +167,12 @@ def _quota(context: Context[Options]) -> float:
 def check_adamw(optimizer: Any) -> Iterator[str]:
     """Yield an error if torch_npu's AdamW operator computes a different update than the inner optimizer."""
     if not is_torch_adam(optimizer) or any(
-        group["weight_decay"] and not _is_decoupled(optimizer, group) for group in optimizer.param_groups
+        group["weight_decay"] and not group["decoupled_weight_decay"] for group in optimizer.param_groups
     ):
         yield (
             "on NPUs only torch_npu's AdamW operator updates moments in swapped memory, and this optimizer "
             "is another one; use decoupled weight decay without Apex, or omit --virtual-optimizer"
         )
-
-
-def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    # Where AdamW is not a subclass of Adam, its param groups lack this key.
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa.optimizers.moments import is_torch_adam
+from mindspeed_dsa.optimizers.moments import Moments, is_torch_adam
 
 _Function = Callable[..., Any]
 
@@ -33,16 +33,7 @@ def start_state(original: _Function) -> _Function:
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_torch_adam(self.optimizer) and not self.optimizer.state:
-            for group in self.optimizer.param_groups:
-                on_device = group["capturable"] or group["fused"]  # as torch places it
-                for parameter in group["params"]:
-                    self.optimizer.state[parameter] = {
-                        "step": torch.zeros(
-                            (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
-                        ),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+            Moments(self.optimizer, {}).begin_all()
         return original(self, *args, **kwargs)
 
     return state_dict

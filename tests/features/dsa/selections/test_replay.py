@@ -17,7 +17,6 @@ from mindspeed_dsa.features.dsa.selections.replay import (
     Recorded,
     SelectionError,
     hand_over,
-    replaying,
 )
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
 from mindspeed_dsa.megatron.selection_source import (
@@ -313,16 +312,6 @@ def test_handing_over_needs_a_microbatch_that_waits_for_it():
             hand_over(torch.zeros(1, 2, TOPK))
     finally:
         current().microbatch = None
-
-
-def test_a_model_called_without_a_schedule():
-    with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
-        microbatch = current().microbatch
-        assert microbatch.source.choose(asked(1)).of_all_rows.shape == (1, LENGTH, TOPK)
-        with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
-            assert current().microbatch is not microbatch
-        assert current().microbatch is microbatch
-    assert current().microbatch is None
 
 
 def test_a_recomputation_replays_and_does_not_record():
