@@ -188,7 +188,7 @@ npu:  ## on an Ascend NPU, in your own environment: operators, layers, ranks, on
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_PYTHON) -m benchmarks npu --report runs/npu \
 		--json runs/npu/report.json $(ARGS)
 
-compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/tools/compat
+compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/session/targets.json
 	$(BIN)/python -m mindspeed_dsa.tools.compat refresh $(ARGS)
 
 docs: $(STAMP)  ## write the generated pages

@@ -24,7 +24,6 @@ EXTRAS = {
     "transformers": ["torch>=2.7,<2.16", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
     # Release whose converters change configurations; the older one also works. Its modules import Triton on
     # every machine.
-    # Triton on every machine.
     "torchtitan": [
         "torch>=2.13,<2.15",
         "torchtitan>=0.3,<0.4; python_version >= '3.11'",
