@@ -8,7 +8,7 @@ from importlib import import_module
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, say_once
 from mindspeed_dsa.patches.versions import of_distribution
-from mindspeed_dsa.settings import way_out
+from mindspeed_dsa.settings import did_you_mean, way_out
 from mindspeed_dsa.tools.cli.overview import COMMANDS
 
 _ELSEWHERE = {"features": "explain:list_features", "try": "trial:run"}
@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] not in COMMANDS:
         removed = "".join(f"; {said}" for said in way_out(argv[:1]))
-        print(f"mindspeed_dsa: there is no command {argv[0]!r}{removed}\n\n{_usage()}", file=sys.stderr)
+        hint = removed or did_you_mean(argv[0], COMMANDS)
+        print(f"mindspeed_dsa: there is no command {argv[0]!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
         module, _, function = _ELSEWHERE.get(argv[0], f"{argv[0].replace('-', '_')}:run").partition(":")
@@ -40,6 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         # The interpreter flushes stdout again at exit, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say_once(f"mindspeed_dsa {argv[0]}: {error.filename}: {error.strerror}")
+        return 2
     return status
 
 

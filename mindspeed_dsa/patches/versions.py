@@ -116,6 +116,11 @@ def parsed(text: str | None) -> Version | None:
         return None
 
 
+def release(text: str) -> str:
+    """Return the release that a user names, also by its branch ``core_v0.16.1``; raise ValueError if none."""
+    return str(Version(text.removeprefix("core_v")))
+
+
 def version_in_source(text: str) -> str | None:
     """Return the version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
     values: dict[str, object] = {}

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.features import everything
@@ -70,7 +69,9 @@ def run(argv: Sequence[str]) -> int:
         "--megatron-root", "--root", default="megatron", help="package that replaces megatron in a fork"
     )
     parser.add_argument(
-        "--release", help="the Megatron-core release to compare with (default: the one it declares)"
+        "--release",
+        type=versions.release,
+        help="the Megatron-core release to compare with (default: the one it declares)",
     )
     parser.add_argument(
         "--trained",
@@ -259,8 +260,8 @@ def _elsewhere(path: Path) -> str:
 
 def _version(text: str) -> str:
     try:
-        return str(Version(text))
-    except InvalidVersion:
+        return versions.release(text)
+    except ValueError:
         raise SettingsError(
             f"mindspeed_dsa diff: {text!r} is neither a file, a folder, a release number nor 'installed'"
         ) from None

@@ -76,7 +76,8 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
     if command is not None:
         argv = ["--", command.script or "pretrain_gpt.py", *command.flags]
     problems = [plugin.message for plugin in features.broken_plugins()]
-    script = command.script if command is not None else _script(argv)
+    line = command or _line(argv)
+    script = line.script
     argv, of_the_job = read_and_beside(list(argv))
     # The example job has its own parser, so Megatron's defaults do not apply to its missing flags.
     whole = bool(script or command) and not Command((), script, ()).is_example
@@ -102,12 +103,12 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
             problems += doctor_arguments.unknown_flags(
                 argv, of_the_job, parser, running.settings.megatron_root
             )
-            world = command.variables().get("WORLD_SIZE", "0") if command is not None else "0"
             args, refused = doctor_arguments.read(parser, running, argv, whole)
             problems += refused
             running.rewrite(args)  # as a job does before it is checked
             if whole:
-                doctor_arguments.derive(args, int(world))
+                world = int(line.variables().get("WORLD_SIZE", "0")) if line.launcher else 0
+                problems += doctor_arguments.derive(args, world)
             layers = _selecting(args)
             problems += running.problems(args)
             operators = doctor_operators.examine(running, args)
@@ -158,9 +159,9 @@ def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
     return [*before, *after.flags] if after.script else before, [*after.flags]
 
 
-def _script(argv: Sequence[str]) -> str:
-    """Return the Python script in the command line after ``--``, or an empty string."""
-    return Command.of(argv[argv.index("--") + 1 :]).script if "--" in argv else ""
+def _line(argv: Sequence[str]) -> Command:
+    """Return the command line after ``--``, which may be empty."""
+    return Command.of(argv[argv.index("--") + 1 :]) if "--" in argv else Command((), "", ())
 
 
 def _selecting(args: argparse.Namespace) -> str:

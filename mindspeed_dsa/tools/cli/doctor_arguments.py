@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -156,22 +157,25 @@ def _strays(rest: Sequence[str]) -> list[str]:
     return strays
 
 
-def derive(args: argparse.Namespace, world: int = 0) -> None:
+def derive(args: argparse.Namespace, world: int = 0) -> list[str]:
     """Set the arguments that ``validate_args`` derives from others and that checks of features read.
 
     Args:
         args: complete arguments of a job, already rewritten by the features.
-        world: number of ranks; 0 for the smallest number that the layout needs.
+        world: number of ranks; 0 if it is unknown.
+
+    Returns:
+        A problem if the layout does not divide the ranks.
     """
     tensor, stages, context = (getattr(args, name) for name in _RANKS)
     if not all(isinstance(size, int) and size > 0 for size in (tensor, stages, context)):
-        return
+        return []
     args.gtp_weight_remat_size = max(
         (getattr(args, "tensor_parallel_num_weight_shards", None) or 1) // tensor, 1
     )
     ranks = tensor * stages * context * args.gtp_weight_remat_size
     args.world_size = world or ranks
-    args.data_parallel_size = max(args.world_size // ranks, 1)
+    args.data_parallel_size = max(world // ranks, 1) if world else 0
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
     # As validate_args does: without tensor parallelism there is no sequence parallelism.
@@ -185,6 +189,15 @@ def derive(args: argparse.Namespace, world: int = 0) -> None:
         if layout := stages_of(getattr(args, "pipeline_model_parallel_layout", None)):
             chunks = len(layout) // stages
     args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
+    experts = args.expert_tensor_parallel_size * (args.expert_model_parallel_size or 1) * stages
+    needed = math.lcm(ranks, experts)
+    if world % needed == 0:
+        return []
+    problem = (
+        f"{world} ranks are no multiple of {needed}, which TP {tensor} x PP {stages} x CP {context} and EP "
+        f"{args.expert_model_parallel_size} need; start {-(-world // needed) * needed}, or change the layout"
+    )
+    return [problem]
 
 
 def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobParser, root: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from mindspeed_dsa.tools.planner.arguments import Switches
 
 _LAUNCHED = {"--nproc-per-node": 1, "--nnodes": 1}
 """torchrun's options for the number of ranks, with their defaults."""
+_TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+_SCHEDULERS = {"srun", "mpirun", "mpiexec"}
+_TASKS = ("-n", "-np", "--ntasks")
+"""Their options for the number of ranks."""
 _SPINS = "OMP_NUM_THREADS"
 
 
@@ -51,6 +55,8 @@ class Command:
         place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
         if place is None or words[0].startswith("-"):
             return cls((), "", (*words, *more))
+        while words[place + 1 : place + 2] and words[place + 1].endswith(".py"):  # run_megatron.py SCRIPT
+            place += 1
         return cls(tuple(words[:place]), words[place], (*words[place + 1 :], *more))
 
     @property
@@ -61,14 +67,17 @@ class Command:
     def variables(self) -> dict[str, str]:
         """Return a rank's environment: this process's variables, and those that the launcher adds."""
         environ = dict(os.environ)
-        if not self.launcher:
-            return environ
-        values = {name: str(default) for name, default in _LAUNCHED.items()}
+        assigned = takewhile(lambda word: word == "env" or "=" in word, self.launcher)
+        environ |= dict(word.split("=", 1) for word in assigned if "=" in word)
+        programs = {Path(word).name for word in self.launcher}
         words = [part for word in self.launcher for part in word.split("=", 1)]
-        for word, value in pairwise(words):
-            if (name := word.replace("_", "-")) in values:
-                values[name] = value
-        local, nodes = values.values()
+        values = {word.replace("_", "-"): value for word, value in pairwise(words)}
+        if not programs & _TORCHRUN:
+            if programs & _SCHEDULERS:
+                tasks = next((values[name] for name in _TASKS if name in values), "")
+                environ.update({"WORLD_SIZE": tasks} if tasks.isdigit() else {})
+            return environ
+        local, nodes = (values.get(name, str(default)) for name, default in _LAUNCHED.items())
         if not (local.isdigit() and nodes.isdigit()):  # e.g. "gpu", or a range of nodes such as "1:4"
             return environ
         environ.update(LOCAL_WORLD_SIZE=local, WORLD_SIZE=str(int(local) * int(nodes)))

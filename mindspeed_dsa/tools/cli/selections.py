@@ -145,7 +145,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them, e.g. agreement.png")
     # argparse takes "--load X" for an option; a leading space makes it a positional argument.
-    marked = [f" {each}" if each.startswith("--") and " " in each else each for each in words]
+    own = ("--json", "--picture", "--help")
+    is_flag = [each.startswith("--") and each.partition("=")[0] not in own for each in words]
+    marked = [f" {each}" if flag else each for each, flag in zip(words, is_flag, strict=True)]
     options = parser.parse_args(marked)
     options.a, options.b = options.a.strip(), None if options.b is None else options.b.strip()
     if command and options.b is None:

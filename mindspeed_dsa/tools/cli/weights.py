@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import amount
 from mindspeed_dsa.settings import did_you_mean
@@ -100,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = commands.add_parser("flags", help="the flags of a model", allow_abbrev=False)
     add.add_argument("source", type=Path, metavar="HF_DIR")
-    add.add_argument("--megatron", metavar="RELEASE", help="of Megatron-core; default: the installed one")
+    default = "of Megatron-core; default: the installed one"
+    add.add_argument("--megatron", type=versions.release, metavar="RELEASE", help=default)
     wish = add.add_mutually_exclusive_group()
     wish.add_argument(
         "--train", action="store_true", help="train indexers by a loss of 0.01 on the selected keys; default"

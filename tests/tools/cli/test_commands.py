@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.tools.cli import overview
 from mindspeed_dsa.tools.cli.overview import COMMANDS
@@ -293,3 +294,18 @@ def test_a_removed_name_has_its_way_out(capsys, words):
     assert main(words) == 2
     assert "was removed: " in (said := capsys.readouterr().err)
     assert "--no-dsa-repairs loss-gate" in said
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
+    assert main(["schedule", "--png", str(tmp_path / "no" / "x.png")]) == 2
+    assert (
+        f"mindspeed_dsa schedule: {tmp_path}/no/x.png: No such file or directory" in capsys.readouterr().err
+    )
+
+
+def test_misspelt_commands_and_branches_of_releases(capsys):
+    assert main(["doctr"]) == 2
+    assert "did you mean doctor?" in capsys.readouterr().err
+    assert versions.release("core_v0.16.1") == versions.release("0.16.1") == "0.16.1"
+    assert main(["weights", "flags", "HF_DIR", "--megatron", "abc"]) == 2
+    assert "invalid release value: 'abc'" in capsys.readouterr().err

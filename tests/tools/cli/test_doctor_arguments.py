@@ -92,6 +92,10 @@ def test_what_megatron_derives_is_there_for_checks():
     assert (args.world_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size) == (8, 2, 2)
     assert (args.sequence_parallel, args.expert_tensor_parallel_size) == (True, 2)
     args.tensor_parallel_num_weight_shards = 4  # from 0.19 on
-    for world, replicas in ((8, 1), (0, 1), (16, 2)):
+    for world, replicas in ((8, 1), (0, 0), (16, 2)):
         doctor_arguments.derive(args, world)
         assert (args.world_size, args.data_parallel_size) == (world or 8, replicas)
+    (problem,) = doctor_arguments.derive(args, 12)
+    assert problem.startswith(
+        "12 ranks are no multiple of 8, which TP 2 x PP 2 x CP 1 and EP 1 need; start 16"
+    )

@@ -90,6 +90,10 @@ def doctor(monkeypatch, capsys):
             "torchrun --nproc-per-node 2 x/train.py --bf16",
             ("torchrun --nproc-per-node 2", "x/train.py", "--bf16"),
         ),
+        (
+            "torchrun --nproc-per-node 2 examples/megatron_lm/run_megatron.py pretrain_gpt.py --bf16",
+            ("torchrun --nproc-per-node 2 examples/megatron_lm/run_megatron.py", "pretrain_gpt.py", "--bf16"),
+        ),
         ("", ("", "", "")),
     ],
 )
@@ -106,6 +110,10 @@ def test_a_command_line_is_taken_apart(line, parts):
         ("torchrun --nproc_per_node=4", ("4", "4")),
         ("torchrun --nproc-per-node gpu", (None, None)),
         ("torchrun", ("1", "1")),
+        ("srun torchrun --nproc-per-node 4 --nnodes 2", ("4", "8")),
+        ("srun -n 16 python -u", (None, "16")),
+        ("srun --ntasks=16 python", (None, "16")),
+        ("python", (None, None)),
     ],
 )
 def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, launcher, ranks):
@@ -114,6 +122,20 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, launcher, ranks
     variables = Command.of([*launcher.split(), "train.py"]).variables()
     assert (variables.get("LOCAL_WORLD_SIZE"), variables.get("WORLD_SIZE")) == ranks
     assert variables.get("OMP_NUM_THREADS") == ("1" if ranks[0] == "4" else None), "which torchrun sets"
+
+
+@pytest.mark.parametrize("launcher", ["env A=1 B=2=3 torchrun", "A=1 B=2=3 python"])
+def test_variables_of_the_command_line_are_the_jobs(monkeypatch, launcher):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    variables = Command.of([*launcher.split(), "train.py", "--x", "C=4"]).variables()
+    assert (variables["A"], variables["B"], "C" in variables) == ("1", "2=3", False)
+    assert variables["WORLD_SIZE"] == ("1" if "torchrun" in launcher else "16")
+
+
+def test_ranks_that_the_layout_does_not_divide_are_a_problem(doctor):
+    job = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *MODEL, "--transformer-impl", "local"]
+    _, _, findings = doctor(*job, "--tensor-model-parallel-size", "4")
+    assert [each for each in findings["problems"] if "2 ranks are no multiple of 4" in each]
 
 
 def test_an_error_of_the_environment_is_the_exit_status(doctor, monkeypatch):
