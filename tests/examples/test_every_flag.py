@@ -116,7 +116,8 @@ USED = {
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
-    *("--sft-tokenizer-prompt-format", "--eval-micro-batch-size", "--hybrid-layer-pattern"),
+    *("--sft-tokenizer-prompt-format", "--eval-micro-batch-size"),
+    *("--hybrid-layer-pattern", "--hybrid-override-pattern"),
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from mindspeed_dsa.features import shipped
+from mindspeed_dsa.features.dsa.repairs.feature import REPAIRS
 from mindspeed_dsa.megatron import configuration
 from mindspeed_dsa.patches import versions
 
@@ -33,7 +34,7 @@ MASKED = {"context_parallel_size": 2, "dataloader_inter_document_masking": True}
 SERVED = {**DSA, "use_fused_dsa": True, "dsa_indexer_loss_layers": "served", "release": "0.19.0"}
 BLOCKS = {**DSA, "context_parallel_size": 2, "cp_block_rows": 8, "use_fused_dsa": True}
 
-CACHED = {"async_save": True, "ckpt_assume_constant_structure": True}
+CACHED = {"async_save": True, "async_strategy": "nvrx", "ckpt_assume_constant_structure": True}
 SHARED = {"reuse_fp32_param": True, "bf16": True}
 GROUPED = {**MOE, "moe_grouped_gemm": True, "transformer_impl": "local", "optimizer": "adam"}
 SWAPPED = {
@@ -43,6 +44,11 @@ SWAPPED = {
     "transformer_engine": "2.12.0",
     **ENGINE,
 }
+
+
+def all_repairs() -> list[str]:
+    return [repair.name for repair in REPAIRS]
+
 
 DOES_NOTHING = [
     ("compile-regions", {"multi_latent_attention": False}, "compiles latent attention, which this model"),
@@ -139,7 +145,8 @@ WRONG_NUMBERS = [
         {**LOCAL_MLA, **MASKED, "num_attention_heads": 4},
         "expects two chunks of each document",
     ),
-    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD"}, "add that"),
+    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD"}, "--hybrid-layer-pattern has DSA layers (D)"),
+    ("dsa-repairs", {"hybrid_override_pattern": "MDMD"}, "--hybrid-override-pattern has DSA layers (D)"),
     ("fused-dsa", {**SERVED, "hybrid_layer_pattern": "MDMD"}, "weighs losses by layers of GPT models"),
 ]
 
@@ -177,7 +184,8 @@ NEIGHBOURS = [
     ("dsa-kernel-backend", {**SERVED, "sft": True}),
     ("dsa-repairs", {"hybrid_layer_pattern": "M*M*"}),
     ("reuse-fp32-param", {**SHARED, **CACHED, "async_ckpt_use_cpu_shm": True}),
-    ("reuse-fp32-param", {**SHARED, "async_save": True}),
+    ("reuse-fp32-param", {**SHARED, **CACHED, "async_strategy": "mcore"}),
+    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD", "no_dsa_repairs": ",".join(all_repairs())}),
     ("moe-grouped-gemm", {**GROUPED, **CACHED, "gemm_weight_layout": "nk"}),
     ("swap-attention", {**SWAPPED, "transformer_engine": "2.15.0"}),
     ("swap-attention", {**SWAPPED, "overlap_grad_reduce": False}),

@@ -107,8 +107,8 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
             problems += refused
             running.rewrite(args)  # as a job does before it is checked
             if whole:
-                world = int(line.variables().get("WORLD_SIZE", "0")) if line.launcher else 0
-                problems += doctor_arguments.derive(args, world)
+                world = line.variables().get("WORLD_SIZE", "") if line.launcher else ""
+                problems += doctor_arguments.derive(args, int(world) if world.isdigit() else 0)
             layers = _selecting(args)
             problems += running.problems(args)
             operators = doctor_operators.examine(running, args)

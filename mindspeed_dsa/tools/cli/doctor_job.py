@@ -55,7 +55,7 @@ class Command:
         place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
         if place is None or words[0].startswith("-"):
             return cls((), "", (*words, *more))
-        while words[place + 1 : place + 2] and words[place + 1].endswith(".py"):  # run_megatron.py SCRIPT
+        if Path(words[place]).name == "run_megatron.py" and words[place + 1 :]:  # it runs the next script
             place += 1
         return cls(tuple(words[:place]), words[place], (*words[place + 1 :], *more))
 
@@ -71,14 +71,15 @@ class Command:
         environ |= dict(word.split("=", 1) for word in assigned if "=" in word)
         programs = {Path(word).name for word in self.launcher}
         words = [part for word in self.launcher for part in word.split("=", 1)]
-        values = {word.replace("_", "-"): value for word, value in pairwise(words)}
+        values = {word.replace("_", "-"): value for word, value in reversed(list(pairwise(words)))}
         if not programs & _TORCHRUN:
             if programs & _SCHEDULERS:
-                tasks = next((values[name] for name in _TASKS if name in values), "")
+                tasks = next((value for name, value in pairwise(words) if name in _TASKS), "")
                 environ.update({"WORLD_SIZE": tasks} if tasks.isdigit() else {})
             return environ
         local, nodes = (values.get(name, str(default)) for name, default in _LAUNCHED.items())
         if not (local.isdigit() and nodes.isdigit()):  # e.g. "gpu", or a range of nodes such as "1:4"
+            environ.pop("WORLD_SIZE", None)
             return environ
         environ.update(LOCAL_WORLD_SIZE=local, WORLD_SIZE=str(int(local) * int(nodes)))
         if int(local) > 1:

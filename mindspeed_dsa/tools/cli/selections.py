@@ -139,6 +139,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m mindspeed_dsa selections",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("a", metavar="A", help="a recording, or flags of the job")
     parser.add_argument("b", metavar="B", nargs="?", help="another one")
@@ -146,8 +147,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them, e.g. agreement.png")
     # argparse takes "--load X" for an option; a leading space makes it a positional argument.
     own = ("--json", "--picture", "--help")
-    is_flag = [each.startswith("--") and each.partition("=")[0] not in own for each in words]
-    marked = [f" {each}" if flag else each for each, flag in zip(words, is_flag, strict=True)]
+    marked = [
+        f" {each}" if each.startswith("--") and (" " in each or (command and each not in own)) else each
+        for each in words
+    ]
     options = parser.parse_args(marked)
     options.a, options.b = options.a.strip(), None if options.b is None else options.b.strip()
     if command and options.b is None:

@@ -94,6 +94,7 @@ def doctor(monkeypatch, capsys):
             "torchrun --nproc-per-node 2 examples/megatron_lm/run_megatron.py pretrain_gpt.py --bf16",
             ("torchrun --nproc-per-node 2 examples/megatron_lm/run_megatron.py", "pretrain_gpt.py", "--bf16"),
         ),
+        ("torchrun train.py configs/x.py", ("torchrun", "train.py", "configs/x.py")),
         ("", ("", "", "")),
     ],
 )
@@ -112,6 +113,7 @@ def test_a_command_line_is_taken_apart(line, parts):
         ("torchrun", ("1", "1")),
         ("srun torchrun --nproc-per-node 4 --nnodes 2", ("4", "8")),
         ("srun -n 16 python -u", (None, "16")),
+        ("mpirun -np 8 nice -n 10 python", (None, "8")),
         ("srun --ntasks=16 python", (None, "16")),
         ("python", (None, None)),
     ],

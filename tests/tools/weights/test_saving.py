@@ -236,7 +236,7 @@ def test_training_goes_on_without_a_model_that_cannot_be_written(
     job = Namespace(save=str(tmp_path / "checkpoints"))
     running: Any = Namespace(
         megatron=lambda name: Namespace(get_args=lambda: job),
-        options=Save(tmp_path / "models", interval=2, fp8_blocks=False, like=None, release="0.16.1"),
+        options=Save(tmp_path / "models", 2, fp8_blocks=True, like=Path("a model"), release="0.16.1"),
         log=log.get(),
     )
     steps: list[int] = []
@@ -248,7 +248,8 @@ def test_training_goes_on_without_a_model_that_cannot_be_written(
     assert export.call_count == 1
     said = capsys.readouterr().err
     assert said.count("training goes on: `python -m mindspeed_dsa weights export") == 1
-    assert f"{tmp_path}/checkpoints/iter_0000002 {tmp_path}/models/iter_0000002` writes this model" in said
+    folders = f"{tmp_path}/checkpoints/iter_0000002 {tmp_path}/models/iter_0000002"
+    assert f"{folders} --like 'a model' --fp8-blocks` writes this model" in said
 
 
 # -- links in a folder of unknown origin ---------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,21 @@ def export_in_between(original: Callable[..., Any], context: Context[Save]) -> C
                 export(job, iteration, context.options, context.log)
             except RunError as error:
                 # The checkpoint is whole, and training does not depend on the model.
-                context.log.error(
-                    "%s; training goes on: `python -m mindspeed_dsa weights export %s %s` writes this model",
-                    error,
-                    Path(job.save) / name_of(iteration),
-                    context.options.folder / name_of(iteration),
-                )
+                said = "%s; training goes on: `%s` writes this model"
+                context.log.error(said, error, _command(job, iteration, context.options))
         return result
 
     return save_checkpoint_and_time
+
+
+def _command(job: Any, iteration: int, options: Save) -> str:
+    """Return the command that writes the model of a checkpoint."""
+    name = name_of(iteration)
+    words = ["python", "-m", "mindspeed_dsa", "weights", "export", f"{job.save}/{name}"]
+    words += [f"{options.folder}/{name}"]
+    words += [] if options.like is None else ["--like", str(options.like)]
+    words += ["--fp8-blocks"] if options.fp8_blocks else []
+    return shlex.join(words)
 
 
 def export_at_the_end(original: Callable[..., Any], context: Context[Save]) -> Callable[..., Any]:

@@ -26,9 +26,16 @@ def load_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
     def _load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         if load_dir is None:
             return original(load_dir, args, *rest, **kwargs)
-        choice = _chosen(Path(load_dir), getattr(args, "ckpt_step", None) or None, context)
-        with _step(args, choice):
-            return original(load_dir, args, *rest, **kwargs)
+        place = (Path(load_dir), getattr(args, "ckpt_step", None) or None)
+        choice, choices = _chosen(*place, context), context.state(Work).choices
+        is_kept = place in choices
+        choices[place] = choice  # for `read_metadata`, which Megatron calls in here
+        try:
+            with _step(args, choice):
+                return original(load_dir, args, *rest, **kwargs)
+        finally:
+            if not is_kept:
+                choices.pop(place, None)
 
     return _load_base_checkpoint
 

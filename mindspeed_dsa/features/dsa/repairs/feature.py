@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.features.dsa.repairs.rows import HADAMARD, LOCAL_PROVIDER, REPAIRS, SPEC_DISPATCH
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import SIZES, megatron_flag, uses_dsa
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -64,9 +64,12 @@ class Options:
         return cls(left_out=frozenset(left_out), groups_experts="moe-grouped-gemm" in features_on)
 
 
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
 def has_dsa_layers(settings: Any) -> bool:
     """Return whether the model has DSA layers, also in a hybrid pattern."""
-    return uses_dsa(settings) or "D" in (argument(settings, "hybrid_layer_pattern") or "")
+    return uses_dsa(settings) or any("D" in (argument(settings, name) or "") for name in _PATTERNS)
 
 
 def rows(settings: Any) -> tuple[Patch, ...]:
@@ -146,10 +149,11 @@ def cannot_rotate(args: Any) -> Sequence[str]:
 def check_repairs(args: Any, options: Options) -> Iterator[str]:
     """Yield problems with a job's arguments under the active repairs."""
     # Megatron sets the variant of such a model itself, but after features are chosen.
-    if has_dsa_layers(args) and not uses_dsa(args):
+    is_repaired = any(repair.name not in options.left_out for repair in REPAIRS)
+    if is_repaired and has_dsa_layers(args) and not uses_dsa(args):
         yield (
-            "--hybrid-layer-pattern has DSA layers (D), and they are repaired only with "
-            "--experimental-attention-variant dsa; add that"
+            f"{hybrid_flag(args)} has DSA layers (D), which are repaired only with "
+            "--experimental-attention-variant dsa; add it"
         )
     checks = {
         LOCAL_PROVIDER: without_transformer_engine,
@@ -170,6 +174,7 @@ FEATURE = Feature(
         megatron_flag("--transformer-impl"),
         megatron_flag("--dsa-indexer-head-dim", int),
         megatron_flag("--hybrid-layer-pattern"),
+        megatron_flag("--hybrid-override-pattern"),
     ),
     patches=tuple(patch for repair in REPAIRS for patch in repair.patches),
     rows=rows,

@@ -336,6 +336,24 @@ def test_loading_passes_over_what_is_damaged_and_restores_the_arguments(job: Job
     assert job.args.ckpt_step == 6
 
 
+def test_before_process_groups_sizes_are_compared_and_the_load_chooses_again(
+    verified: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified.save(3)
+    verified.save(6)
+    shard = next((verified.folder / "iter_0000006").glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    monkeypatch.setenv("RANK", "0")
+    load = verified.checkpointing._load_base_checkpoint
+    assert load(str(verified.folder), verified.args, rank0=True) == "iter_0000006"
+    (verified.folder / TRACKER).write_text("9")
+    verified.args.ckpt_step = 3
+    assert load(str(verified.folder), verified.args, rank0=True) == "iter_0000003"
+    verified.args.ckpt_step = None
+    monkeypatch.delenv("RANK")
+    assert verified.load() == "iter_0000003"
+
+
 def test_one_load_takes_one_checkpoint_although_another_job_saves(job: Job) -> None:
     job.save(3)
     load, loaded = job.checkpointing._load_base_checkpoint, []
