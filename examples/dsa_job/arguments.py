@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _unknown_flag(self, flag: str) -> str:
         near = difflib.get_close_matches(flag, self._option_string_actions, n=3, cutoff=0.6)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; omit it: --help lists all flags"
         hint += "".join(f" ({plugin.message})" for plugin in features.broken_plugins())
         return f"{flag} is no flag of this job{hint}"
 

@@ -28,7 +28,7 @@ def test_the_defaults_make_dsa_select() -> None:
 def test_a_misspelt_flag_is_answered_with_the_right_one() -> None:
     message = refusal("--num-layer 4 --lr 0.1 --xyzzy")
     assert "--num-layer is no flag of this job; did you mean --num-layers" in message
-    assert "--xyzzy is no flag of this job; --help lists all flags" in message
+    assert "--xyzzy is no flag of this job; omit it: --help lists all flags" in message
 
 
 def test_a_misspelt_feature_flag_is_answered_with_the_right_one() -> None:
