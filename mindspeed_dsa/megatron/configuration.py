@@ -74,9 +74,9 @@ def check_trains(args: Any, flag: str) -> Iterator[str]:
 def check_cached_saves(args: Any, flag: str, tensors: str) -> Iterator[str]:
     """Yield an error if asynchronous saves read the memory of the first save again, and tensors are new."""
     # nvidia-resiliency-ext caches the handles of device memory by names and shapes alone.
-    cached = argument(args, "async_save") and argument(args, "async_strategy") == "nvrx"
-    cached = cached and argument(args, "ckpt_assume_constant_structure")
-    if cached and not argument(args, "async_ckpt_use_cpu_shm"):
+    by_nvrx = argument(args, "async_save") and argument(args, "async_strategy") == "nvrx"
+    is_cached = argument(args, "ckpt_assume_constant_structure")
+    if by_nvrx and is_cached and not argument(args, "async_ckpt_use_cpu_shm"):
         yield (
             f"{flag}: with --async-strategy nvrx, --ckpt-assume-constant-structure saves the memory of the "
             f"first save again, and {tensors} lie elsewhere in each save; omit it"

@@ -34,6 +34,7 @@ MASKED = {"context_parallel_size": 2, "dataloader_inter_document_masking": True}
 SERVED = {**DSA, "use_fused_dsa": True, "dsa_indexer_loss_layers": "served", "release": "0.19.0"}
 BLOCKS = {**DSA, "context_parallel_size": 2, "cp_block_rows": 8, "use_fused_dsa": True}
 
+WITHOUT_REPAIRS = ",".join(repair.name for repair in REPAIRS)
 CACHED = {"async_save": True, "async_strategy": "nvrx", "ckpt_assume_constant_structure": True}
 SHARED = {"reuse_fp32_param": True, "bf16": True}
 GROUPED = {**MOE, "moe_grouped_gemm": True, "transformer_impl": "local", "optimizer": "adam"}
@@ -44,11 +45,6 @@ SWAPPED = {
     "transformer_engine": "2.12.0",
     **ENGINE,
 }
-
-
-def all_repairs() -> list[str]:
-    return [repair.name for repair in REPAIRS]
-
 
 DOES_NOTHING = [
     ("compile-regions", {"multi_latent_attention": False}, "compiles latent attention, which this model"),
@@ -125,7 +121,7 @@ ENDS_LATE = [
     (
         "dsa-kernel-backend",
         {**SERVED, "context_parallel_size": 2, "sft": True},
-        "itself attends to the packs of --sft",
+        "attends itself to packs of --sft",
     ),
     (
         "swap-optimizer",
@@ -185,7 +181,7 @@ NEIGHBOURS = [
     ("dsa-repairs", {"hybrid_layer_pattern": "M*M*"}),
     ("reuse-fp32-param", {**SHARED, **CACHED, "async_ckpt_use_cpu_shm": True}),
     ("reuse-fp32-param", {**SHARED, **CACHED, "async_strategy": "mcore"}),
-    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD", "no_dsa_repairs": ",".join(all_repairs())}),
+    ("dsa-repairs", {"hybrid_layer_pattern": "MDMD", "no_dsa_repairs": WITHOUT_REPAIRS}),
     ("moe-grouped-gemm", {**GROUPED, **CACHED, "gemm_weight_layout": "nk"}),
     ("swap-attention", {**SWAPPED, "transformer_engine": "2.15.0"}),
     ("swap-attention", {**SWAPPED, "overlap_grad_reduce": False}),
@@ -196,9 +192,9 @@ NEIGHBOURS = [
 
 def problems(name: str, given: dict[str, Any]) -> list[str]:
     settings = {"megatron_root": "megatron", "dsa_kernel_backend": None, "num_experts": None, **given}
-    find, release = importlib.util.find_spec, versions.of_package
+    find, installed = importlib.util.find_spec, versions.of_package
     with (
-        mock.patch.object(versions, "of_package", lambda name: given.get(name) or release(name)),
+        mock.patch.object(versions, "of_package", lambda name: given.get(name) or installed(name)),
         mock.patch.object(versions, "of_job", return_value=given.get("release", "0.16.1")),
         mock.patch.object(
             configuration, "find_spec", lambda module: module == "transformer_engine" or find(module)

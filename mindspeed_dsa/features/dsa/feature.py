@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag
 from mindspeed_dsa.megatron import batches
-from mindspeed_dsa.megatron.configuration import hybrid_flag
+from mindspeed_dsa.megatron.configuration import argument, hybrid_flag
 from mindspeed_dsa.megatron.dsa import (
     DSA,
     LOSS_LAYERS,
@@ -25,6 +27,7 @@ from mindspeed_dsa.megatron.dsa import (
 from mindspeed_dsa.megatron.graphs import ATTENTION, refuse_graphs
 from mindspeed_dsa.megatron.low_precision import low_precision
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 _PACKAGES = {"triton": ("triton", "pip install triton"), "npu": ("torch_npu", "pip install torch_npu")}
@@ -75,6 +78,16 @@ def refuse_packs_in_graphs(args: Any) -> Iterator[str]:
     why = "the host reads at which token each document of a pack begins"
     for flag in batches.packs_of_megatron(args):
         yield from refuse_graphs(args, f"{flag} with fused DSA", why, {ATTENTION})
+
+
+def refuse_packs_of_megatron(args: Any, flags: str) -> Iterator[str]:
+    """Yield a problem if Megatron's own attention runs packs under context parallelism, from 0.19 on."""
+    release, packs = versions.of_job(args) or "0", batches.packs_of_megatron(args)
+    if packs and (argument(args, "context_parallel_size") or 1) > 1 and Version(release) >= Version("0.19"):
+        yield (
+            f"{flags}: Megatron-core {release} attends itself to packs of {packs[0]} "
+            "under context parallelism; use --context-parallel-size 1, or --pack-documents in place of it"
+        )
 
 
 def _platform_problems(backend: str) -> list[str]:

@@ -107,7 +107,7 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
             problems += refused
             running.rewrite(args)  # as a job does before it is checked
             if whole:
-                world = line.variables().get("WORLD_SIZE", "") if line.launcher else ""
+                world = line.variables().get("WORLD_SIZE", "") if command or line.launcher else ""
                 problems += doctor_arguments.derive(args, int(world) if world.isdigit() else 0)
             layers = _selecting(args)
             problems += running.problems(args)

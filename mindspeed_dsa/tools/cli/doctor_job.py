@@ -71,7 +71,7 @@ class Command:
         environ |= dict(word.split("=", 1) for word in assigned if "=" in word)
         programs = {Path(word).name for word in self.launcher}
         words = [part for word in self.launcher for part in word.split("=", 1)]
-        values = {word.replace("_", "-"): value for word, value in reversed(list(pairwise(words)))}
+        values = {word.replace("_", "-"): value for word, value in pairwise(words)}
         if not programs & _TORCHRUN:
             if programs & _SCHEDULERS:
                 tasks = next((value for name, value in pairwise(words) if name in _TASKS), "")

@@ -147,10 +147,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them, e.g. agreement.png")
     # argparse takes "--load X" for an option; a leading space makes it a positional argument.
     own = ("--json", "--picture", "--help")
-    marked = [
-        f" {each}" if each.startswith("--") and (" " in each or (command and each not in own)) else each
-        for each in words
-    ]
+    marked = []
+    for each in words:
+        is_side = " " in each or (command and each.partition("=")[0] not in own)
+        marked.append(f" {each}" if each.startswith("--") and is_side else each)
     options = parser.parse_args(marked)
     options.a, options.b = options.a.strip(), None if options.b is None else options.b.strip()
     if command and options.b is None:

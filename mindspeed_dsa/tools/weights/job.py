@@ -34,6 +34,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
+from mindspeed_dsa.megatron.configuration import check_weight_shards
 from mindspeed_dsa.megatron.dsa import MODELS, uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
@@ -182,6 +183,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
             )
     if args is None:
         raise RunError(f"{WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")
+    if any(check_weight_shards(args, "")):
+        raise SettingsError(
+            f"{WHO} export: {checkpoint} is of a job with more weight shards than tensor parallel ranks, and "
+            "has halves of gated weights in another order; export one of a job without them"
+        )
     saved, notes = args, []
     if options.dsa_indexer_topk_pattern is not None:
         args = _with_pattern(saved, options.dsa_indexer_topk_pattern.upper(), checkpoint)

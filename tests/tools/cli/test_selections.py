@@ -110,8 +110,8 @@ def test_files_that_cannot_be_written_are_refused_before_a_job_runs(tmp_path, ca
 
 def test_a_switch_is_a_side(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["selections", "", "--bf16", "--json", str(tmp_path / "no" / "file"), "--", "false"])
-    assert "unrecognized" not in capsys.readouterr().err
+        main(["selections", "", "--bf16", f"--json={tmp_path / 'no' / 'file'}", "--", "false"])
+    assert f"make the folder {tmp_path / 'no'} first" in capsys.readouterr().err
 
 
 def test_a_job_is_run_with_the_flags_of_either_side(tmp_path, capsys):

@@ -217,7 +217,6 @@ def test_folders_that_a_job_may_not_replace_are_refused_before_training(
     [
         ({"save_hf": "checkpoints"}, "has the folders of --save's checkpoints; give it another folder"),
         ({"save": "msc://bucket/job"}, "reads checkpoints in a folder, and --save msc://bucket/job is none"),
-        ({"save_hf_interval": 2, "save_interval": None}, "writes models of checkpoints, and the job saves"),
         ({"tensor_parallel_num_weight_shards": 2}, "saves halves of gated weights in another order"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "saves halves of gated weights in another order"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "knows layers of one size"),
@@ -228,6 +227,19 @@ def test_jobs_without_models_to_write_are_refused(tmp_path: Path, job: dict[str,
         job = {"save_hf": str(tmp_path / "checkpoints")}
     (problem,) = refused(tmp_path, **job)
     assert said in problem
+
+
+def test_checkpoints_of_more_weight_shards_are_not_exported(
+    made: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    job = step_of(made[0], tmp_path)
+    common = tmp_path / "checkpoints" / "iter_0000003" / "common.pt"
+    job.tensor_parallel_num_weight_shards = 2
+    torch.save({**torch.load(common, weights_only=False), "args": job}, common)
+    status, text = weights("export", tmp_path / "checkpoints", tmp_path / "out")
+    assert status == 2
+    assert "has halves of gated weights in another order" in text
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_goes_on_without_a_model_that_cannot_be_written(

@@ -47,7 +47,7 @@ def copy(folder: Path, into: Path) -> None:
 
 def notes(folder: Path) -> list[str]:
     """Return a sentence if the folder's tokenizer needs code, which is never copied."""
-    code = dict(_read(folder / "tokenizer_config.json").get("auto_map") or {})
+    code = dict(read(folder / "tokenizer_config.json").get("auto_map") or {})
     return [f"the tokenizer needs code that is not copied: take the *.py files of {folder}"] if code else []
 
 
@@ -84,8 +84,7 @@ def token_ids(tokenizer: str | None) -> dict[str, int | list[int] | None]:
     if not tokenizer or not path.exists():
         return {}
     said, words, content, more = (
-        _read(folder / name)
-        for name in (FILE, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+        read(folder / name) for name in (FILE, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
     )
     if any(key in said for key in TOKENS):  # of a model's own folder
         return {key: value for key in TOKENS if _are_ids(value := said.get(key))}
@@ -105,7 +104,7 @@ def _are_ids(value: object) -> bool:
     return all(type(each) is int for each in value) if isinstance(value, list) else type(value) is int
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file does not exist or has no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

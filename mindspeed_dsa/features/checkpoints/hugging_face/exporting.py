@@ -57,11 +57,7 @@ _VECTORS = ("norm.weight", "norm_weight", "bias")
 
 def origin_of(target: Path) -> dict[str, Any]:
     """Return the content of the file :data:`ORIGIN` in a model's folder; an empty dict without one."""
-    try:
-        content = json.loads((target / ORIGIN).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return companions.read(target / ORIGIN)
 
 
 def refusal(target: Path, save: Path) -> str:

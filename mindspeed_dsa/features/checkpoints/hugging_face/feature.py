@@ -155,12 +155,7 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
     if format not in (None, "torch_dist"):
         yield f"{flag} reads checkpoints of --ckpt-format torch_dist, not {format}; use that"
     every = argument(args, "save_interval")
-    if options.interval and not every and hasattr(args, "save_interval"):
-        yield (
-            f"--save-hf-interval {options.interval} writes models of checkpoints, and the job saves only the "
-            "last one; add --save-interval, or omit it"
-        )
-    elif options.interval < 0 or (options.interval and every and options.interval % every):
+    if options.interval < 0 or (options.interval and every and options.interval % every):
         yield (
             f"--save-hf-interval {options.interval} is no multiple of --save-interval {every}, and models "
             "are written of checkpoints; use a multiple"

@@ -47,8 +47,8 @@ def export_in_between(original: Callable[..., Any], context: Context[Save]) -> C
 def _command(job: Any, iteration: int, options: Save) -> str:
     """Return the command that writes the model of a checkpoint."""
     name = name_of(iteration)
-    words = ["python", "-m", "mindspeed_dsa", "weights", "export", f"{job.save}/{name}"]
-    words += [f"{options.folder}/{name}"]
+    words = ["python", "-m", "mindspeed_dsa", "weights", "export"]
+    words += [f"{folder}/{name}" for folder in (job.save, options.folder)]
     words += [] if options.like is None else ["--like", str(options.like)]
     words += ["--fp8-blocks"] if options.fp8_blocks else []
     return shlex.join(words)

@@ -25,6 +25,7 @@ from mindspeed_dsa.features.dsa.index_projection import angles_of_rows
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, with_zero_gradients
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import (
+    projects_own_rows,
     recomputes,
     sum_gradients,
     with_whole_key,
@@ -153,7 +154,7 @@ class Indexer(torch.nn.Module):
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         # Under context and sequence parallelism, key and weights are projected from this rank's shard only.
-        if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
+        if projects_own_rows(self):
             sum_gradients(self)
 
     def forward_before_topk(

@@ -13,7 +13,6 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.dsa import feature as fused_dsa
-from mindspeed_dsa.megatron.batches import packs_of_megatron
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, megatron_flag
 from mindspeed_dsa.megatron.dsa import Options as FusedOptions
@@ -44,13 +43,8 @@ def check_kernel_hooks(args: Any, options: Any) -> Iterator[str]:
     elif release is not None and release in SpecifierSet(">=0.19", prereleases=True):
         yield from refusals(fused)
         yield from fused_dsa.refuse_packs_in_graphs(args)
-        packs = packs_of_megatron(args) if (argument(args, "context_parallel_size") or 1) > 1 else ()
-        if packs and fused.learns_served:
-            yield (
-                f"--dsa-indexer-loss-layers {fused.loss_layers}: under context parallelism Megatron-core "
-                f"{release} itself attends to the packs of {packs[0]}; use --context-parallel-size 1, "
-                "--pack-documents in place of it, or omit one"
-            )
+        if fused.learns_served:
+            yield from fused_dsa.refuse_packs_of_megatron(args, "--dsa-indexer-loss-layers")
     elif release is None or release in SpecifierSet("<0.16", prereleases=True):
         return
     elif is_named and not (fused.any_part or fused.attends_densely):

@@ -24,6 +24,7 @@ from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import (
     mark_gradients_of_own_rows,
+    projects_own_rows,
     sum_gradients,
     with_whole_key,
 )
@@ -180,11 +181,10 @@ def _reduce_gradients(attention: Any, options: Options, own_rows: bool) -> None:
     Raises:
         ValueError: earlier batches had gradients of the other kind.
     """
-    indexer, config = attention.indexer, attention.config
-    if indexer is None or not (torch.is_grad_enabled() and shares_keys(config, options)):
+    indexer = attention.indexer
+    if indexer is None or not (torch.is_grad_enabled() and shares_keys(attention.config, options)):
         return
-    groups = indexer.pg_collection
-    if groups.cp.size() == 1 or groups.tp.size() == 1 or not config.sequence_parallel:
+    if not projects_own_rows(indexer):
         return
     before = vars(indexer).setdefault(_OWN_ROWS, own_rows)
     if before != own_rows:

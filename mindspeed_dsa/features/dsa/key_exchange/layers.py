@@ -39,11 +39,16 @@ def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., N
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        groups = self.pg_collection
-        if groups.cp.size() > 1 and self.config.sequence_parallel and groups.tp.size() > 1:
+        if projects_own_rows(self):
             sum_gradients(self)
 
     return __init__
+
+
+def projects_own_rows(indexer: Any) -> bool:
+    """Return whether gathered keys make each tensor parallel rank project its own shard of the tokens."""
+    groups = indexer.pg_collection
+    return bool(groups.cp.size() > 1 and groups.tp.size() > 1 and indexer.config.sequence_parallel)
 
 
 def sum_gradients(indexer: Any, sums: bool = True) -> None:

@@ -12,10 +12,9 @@ from packaging.version import Version
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
-from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
+from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA, refuse_packs_of_megatron
 from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
 from mindspeed_dsa.megatron import pipeline_steps
-from mindspeed_dsa.megatron.batches import packs_of_megatron
 from mindspeed_dsa.megatron.configuration import argument, hybrid_flag, loaded_step
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
@@ -291,7 +290,7 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
     yield from refuse_graphs(
         args, flags, "a graph attends to the keys of the step that it was captured in", {ATTENTION}
     )
-    yield from _check_packs_of_megatron(args, flags)
+    yield from refuse_packs_of_megatron(args, flags)
     if flag := hybrid_flag(args):
         yield f"{flags}: models of {flag} pass no batch on to their layers; omit one of them"
     if asked.mass and platforms.current().name == "npu":
@@ -321,17 +320,6 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
             yield from _check_steps({key.step for key in recording.places()}, args, asked.replay)
     except RunError as error:
         yield f"{REPLAY}: {error}"
-
-
-def _check_packs_of_megatron(args: Any, flags: str) -> Iterator[str]:
-    """Yield a problem if Megatron's own attention runs packs under context parallelism, from 0.19 on."""
-    release = versions.of_job(args) or "0"
-    packs = packs_of_megatron(args)
-    if packs and (argument(args, "context_parallel_size") or 1) > 1 and Version(release) >= Version("0.19"):
-        yield (
-            f"{flags}: Megatron-core {release} attends itself to packs of {packs[0]} "
-            "under context parallelism; use --context-parallel-size 1, or --pack-documents in place of it"
-        )
 
 
 def _check_steps(recorded: set[int], args: Any, folder: Path) -> Iterator[str]:

@@ -116,6 +116,20 @@ def _check_values(options: Options) -> Iterator[str]:
         )
 
 
+def _check_engine(args: Any) -> Iterator[str]:
+    """Yield a problem with releases of Transformer Engine that lose the weight of a swapped tensor."""
+    engine = versions.parsed(versions.of_package("transformer_engine"))
+    if engine is None or not Version("2.10") <= engine < Version("2.15") or not builds_by_engine(args):
+        return
+    fused = argument(args, "gradient_accumulation_fusion") and argument(args, "overlap_grad_reduce")
+    if fused and os.environ.get(_ENGINE_KEEPS) != "1":
+        yield (
+            f"--swap-attention: Transformer Engine {engine} forgets which weight a swapped tensor is, and "
+            f"--overlap-grad-reduce waits for its gradient; set {_ENGINE_KEEPS}=1, or add "
+            "--no-gradient-accumulation-fusion"
+        )
+
+
 def _check_other_movers(args: Any) -> Iterator[str]:
     """Yield conflicts with other Megatron features that move, free or hide saved tensors."""
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
@@ -138,15 +152,7 @@ def _check_other_movers(args: Any) -> Iterator[str]:
         args, "--swap-attention", "what a graph saves for backward is in its own memory and passes no hook"
     )
     yield from check_weight_shards(args, "--swap-attention")
-    engine = versions.parsed(versions.of_package("transformer_engine"))
-    hides_weights = engine is not None and Version("2.10") <= engine < Version("2.15")
-    fused = argument(args, "gradient_accumulation_fusion") and argument(args, "overlap_grad_reduce")
-    if builds_by_engine(args) and hides_weights and fused and os.environ.get(_ENGINE_KEEPS) != "1":
-        yield (
-            f"--swap-attention: Transformer Engine {engine} forgets which weight a swapped tensor is, and "
-            f"--overlap-grad-reduce waits for its gradient; set {_ENGINE_KEEPS}=1, or add "
-            "--no-gradient-accumulation-fusion"
-        )
+    yield from _check_engine(args)
     yield from check_stored(args, "--swap-attention", "autograd saves parts of such weights as activations")
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):

@@ -19,6 +19,7 @@ from mindspeed_dsa.features.moe.load_report import steps as load_report
 from mindspeed_dsa.features.moe.load_report.feature import Options, check_load_report
 from mindspeed_dsa.runs import expert_load
 from mindspeed_dsa.runs.expert_load import LayerLoad
+from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION
 from tests.support import model
 from tests.support.contexts import context
 
@@ -122,7 +123,6 @@ def summed(ranks: list[list[dict[int, list[int]]]]) -> list[dict[int, list[int]]
 
 
 CASE = "tests.features.moe.load_report.test_load_report:train"
-HALVES = {"moe_batch_overlap": True, "moe_batch_overlap_always": True, "moe_batch_overlap_attention": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -145,7 +145,7 @@ def experts_of(record):
         pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2, "pp": 2, "mtp": True}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
-        (2, {"ep": 2, "switches": HALVES}),
+        (2, {"ep": 2, "switches": ATTENTION}),
     ],
     ids=("one process", "EP2", "PP2 x VPP2", "TP2+SP", "EP2 x PP2, MTP", "EP2 x DP2", "EP2, halves"),
 )
